@@ -52,6 +52,8 @@ _WORDS = (
     (r"read-only file system|os error 30", MACHINE, _READ_ONLY),
     (r"too many open files", MACHINE, _FILES),
     (r"permission denied|os error 13", BAD_INPUT, _NO_RIGHT),
+    (r"name or service not known|name resolution|network is unreachable|connection refused", MACHINE,
+     "the network or a server cannot be reached{why}. Check the connection"),
     (r"eaddrinuse|address already in use", MACHINE, _SYSTEM[errno.EADDRINUSE][1]),
     (r"failed reading zip|failed finding central|invalid magic number|pytorchstreamreader|corrupt|deserializ|"
      r"unpickl|incomplete metadata|invalid ?header|header ?too ?large|metadataincomplete",
@@ -167,6 +169,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
         return _BROKEN.format(at="", why=f" ({_cut(text)})"), BAD_INPUT
     if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in (
+        "ConnectError",
         "SafetensorError",
         "OutOfMemoryError",
     ):

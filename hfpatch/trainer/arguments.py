@@ -140,7 +140,7 @@ def _place(model: ModelArguments, values: dict, flags: dict):
             raise ValueError(
                 "hfpatch: --placement and --deepspeed cannot be combined. Keep --placement."
             )
-        name, values["deepspeed"] = values["deepspeed"], None
+        name, values["deepspeed"] = flags.pop("deepspeed"), None
     if name == "auto":
         # Gradients and moments of adapters are small; the base decides, and no placement moves it.
         name = "gpu8bit" if model.lora_r else _fitting(model, values, flags)
