@@ -269,15 +269,14 @@ def describe(policy: Checkpointing, num_layers: int, below: int = 0) -> str:
     """
     plain = min(policy.plain, num_layers)
     tiled = num_layers - plain
-    said = []
-    if plain:
-        said.append(f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything")
+    s, verb = ("s", "keep") if plain > 1 else ("", "keeps")
+    said = [f"{plain} layer{s} {verb} everything"] * (plain > 0)
     if tiled:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
         kept += ["attention"] * policy.saves_attention
         if policy.keep > below:
-            few = policy.keep < below + tiled
-            kept.append("gate and up" + (f" (in {policy.keep - below} of them)" if few else ""))
+            share = f" (in {policy.keep - below} of them)"
+            kept.append("gate and up" + share * (policy.keep < below + tiled))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         said.append(
             f"{tiled} keep{'s' if tiled == 1 else ''} {listed} {_WHERE[policy.tier]}, "
