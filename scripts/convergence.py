@@ -80,10 +80,8 @@ def draw(logs: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     dtypes = list(dict.fromkeys(dtype for _, dtype, _ in logs))
-    figure, axes = plt.subplots(
-        1, len(dtypes), figsize=(5.5 * len(dtypes), 4), sharey=True, squeeze=False
-    )
-    for axis, dtype in zip(axes[0], dtypes):
+    figure, axes = plt.subplots(len(dtypes), 1, figsize=(5, 3.5 * len(dtypes)), squeeze=False)
+    for axis, dtype in zip(axes[:, 0], dtypes):
         for (impl, of, seed), log in logs.items():
             if of != dtype:
                 continue
@@ -106,7 +104,7 @@ def draw(logs: dict, path: Path) -> None:
         axis.set(title=dtype, xlabel="step")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
-    axes[0][0].set_ylabel("nats a token (line: training, points: held out)")
+        axis.set_ylabel("nats a token (points: held out)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

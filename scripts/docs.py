@@ -130,13 +130,13 @@ transformers 5.0. Some things need more:
 | --- | --- |
 | layers of hybrids and OPT in tiles | transformers above 5.0 |
 | mixers of hybrids in tiles through time; Qwen3-Next with flash-linear-attention | transformers 5.16 |
-| experts within the planned memory in a layer of one tile | transformers 5.4 ([figures](benchmarks/plan/index.md)) |
+| experts within the planned memory in a layer of one tile | transformers 5.4 ([figures](../profiles/plan/README.md)) |
 | FSDP config files in a Trainer | transformers 5.17 |
 | Ulysses | accelerate 1.12, transformers above 5.0 |
 | tensor parallelism that saves | transformers 5.18 |
 
 Kernels are written for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942. Each compiles there without
-spills ([kernels](benchmarks/kernels/index.md)), the norm's backward up to 8,192 columns; none has
+spills ([kernels](../profiles/kernels/README.md)), the norm's backward up to 8,192 columns; none has
 been run there.
 """
 
@@ -152,7 +152,7 @@ def memory() -> str:
     }
     # bf16 weights and gradients; of the activations what stands at the highest total.
     states = 4 * PARAMETERS / 2**30
-    full, high = 310, 46
+    full, high = 290, 46  # room for "254 GiB" in a wide font
     scale = full / (states + max(found[name, policy] for _, name, policy in BARS))
     dark = "@media (prefers-color-scheme: dark) { text { fill: #e6e6e6 } }"
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 380 {high * len(BARS) + 76}" '

@@ -13,22 +13,20 @@ PAGES = {
     "scripts/gpu/README.md": "internals/gpu-queue.md",
     "profiles/LOG.md": "benchmarks/log.md",
 }
+for readme in sorted(ROOT.glob("profiles/*/README.md")):
+    PAGES[f"profiles/{readme.parent.name}/README.md"] = f"benchmarks/{readme.parent.name}/index.md"
 
 
 def on_files(files, config):
     """Adds the pages above, and each profile with its pictures."""
-    pages = dict(PAGES)
-    for readme in sorted(ROOT.glob("profiles/*/README.md")):
-        folder = readme.parent
-        pages[f"profiles/{folder.name}/README.md"] = f"benchmarks/{folder.name}/index.md"
-        for picture in folder.glob("*.png"):
-            name = f"benchmarks/{folder.name}/{picture.name}"
-            files.append(File.generated(config, name, abs_src_path=str(picture)))
+    for picture in sorted(ROOT.glob("profiles/*/*.png")):
+        name = f"benchmarks/{picture.parent.name}/{picture.name}"
+        files.append(File.generated(config, name, abs_src_path=str(picture)))
     # The help of each command, as the installed program prints it.
     files.append(File.generated(config, "reference/cli.md", content=_docs().cli()))
-    for source, page in pages.items():
+    for source, page in PAGES.items():
         text = (ROOT / source).read_text()
-        files.append(File.generated(config, page, content=linked(text, source, page, pages)))
+        files.append(File.generated(config, page, content=linked(text, source, page)))
     return files
 
 
@@ -41,13 +39,16 @@ def _docs():
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Leaves benchmarks and the log out of search."""
-    if page.file.src_uri.startswith("benchmarks/"):
+    """Leaves benchmarks and the log out of search. Pages of docs/ link to files as they are in the
+    repository.
+    """
+    name = page.file.src_uri
+    if name.startswith("benchmarks/"):
         page.meta["search"] = {"exclude": True}
-    return markdown
+    return linked(markdown, f"docs/{name}", name) if (ROOT / "docs" / name).is_file() else markdown
 
 
-def linked(text: str, source: str, page: str, pages: dict) -> str:
+def linked(text: str, source: str, page: str) -> str:
     """The text with its relative links pointing at pages of the site; a link to what the site does
     not hold becomes its words.
     """
@@ -59,7 +60,7 @@ def linked(text: str, source: str, page: str, pages: dict) -> str:
             return match[0]
         path, _, anchor = target.partition("#")
         full = (ROOT / here / path).resolve().relative_to(ROOT).as_posix()
-        named = pages.get(full) or pages.get(f"{full}/README.md")
+        named = PAGES.get(full) or PAGES.get(f"{full}/README.md")
         if named is None and full.startswith("docs/"):
             named = full.removeprefix("docs/")
         return f"[{words}]({'../' * depth}{named}{'#' * bool(anchor)}{anchor})" if named else words

@@ -172,7 +172,7 @@ def summary(table: list[dict]) -> list[dict]:
 
 
 def draw(table: list[dict], path: Path) -> None:
-    """Left: keys found by length. Right: the loss of an answer by position. A line a model, a
+    """Above: keys found by length. Below: the loss of an answer by position. A line a model, a
     point a seed.
     """
     import matplotlib
@@ -180,7 +180,7 @@ def draw(table: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(5, 7), layout="constrained")
     for name, (label, colour) in NAMES.items():
         runs = [row for row in table if row["name"] == name]
         # Stock's line is broken and on top: both are seen where they are the same.

@@ -105,13 +105,13 @@ def one(name: str, folder: str, steps: int, rate: float) -> None:
     os._exit(0)
 
 
-def draw(losses: dict[str, list[float]], path: Path, command: str) -> None:
+def draw(losses: dict[str, list[float]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (curves, gap) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, (curves, gap) = pyplot.subplots(2, 1, figsize=(5, 7))  # for a phone's width
     for name, values in losses.items():
         colour, style = RUNS[name]
         smooth = [
@@ -130,13 +130,12 @@ def draw(losses: dict[str, list[float]], path: Path, command: str) -> None:
     curves.set(xlabel="step", ylabel="loss (mean of 10 steps)", title="Training loss")
     gap.set(
         xlabel="step",
-        ylabel="loss minus float32 AdamW's (mean of 20)",
-        title="Against float32 AdamW, same batches",
+        ylabel="difference (mean of 20 steps)",
+        title="Training loss minus float32 AdamW's",
     )
     gap.axhline(0, color="black", linewidth=0.8)
     curves.legend(fontsize=8)
-    figure.text(0.01, 0.005, command, fontsize=7, family="monospace")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
@@ -182,11 +181,7 @@ def _main(argv) -> int:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["step", *losses])
         table.writerows([step, *values] for step, values in enumerate(zip(*losses.values()), 1))
-    command = (
-        f"python scripts/placement_curves.py --out {args.out} --steps {args.steps} "
-        f"--learning_rate {args.learning_rate}"
-    )
-    draw(losses, out / "curves.png", command)
+    draw(losses, out / "curves.png")
     for name, values in losses.items():
         print(f"{name:<30} mean loss of the last 50 steps {sum(values[-50:]) / 50:.4f}")
     return 0

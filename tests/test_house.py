@@ -22,9 +22,9 @@ LAYOUT = {
 FOLDERS = {
     "lab": (3073, 36958),  # with the cards' data sheets and a config's sizes, for plan
     "layer": (2937, 34076),
-    "trainer": (2430, 25563),
+    "trainer": (2412, 25500),
     "budget": (480, 5308),  # misspelt keywords and places, for who writes Python as for flags
-    "planner": (943, 11821),  # plan --fp8, for who trains with train --fp8
+    "planner": (945, 11880),  # argparse's messages in the form of all others, for who mistypes
     "decoder": (1103, 13750),
     "ops": (913, 12548),
     "cli": (747, 8015),
@@ -34,7 +34,7 @@ FOLDERS = {
     "compat": (526, 4883),
     "parts": (457, 5337),
     "attention": (404, 5439),
-    "loss": (421, 5000),  # outputs.logits says so where it is None, for who reads it in training
+    "loss": (421, 5050),  # another mode of autograd, for who scores without a gradient in a forward
     ".": (385, 3896),
     "parallel": (183, 2284),
     "examples": (124, 1615),  # moved here from scripts/: what the wheel holds

@@ -29,13 +29,13 @@ LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
 def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
     """Raises ValueError for the first unknown name; the message names the nearest known one.
 
-    of: the owner of the names, "apply()" for example.
+    of: what is named, "an argument of apply()" for example.
     """
     known = tuple(known)
     for name in names:
         if name not in known:
             end = did_you_mean(name, known) or " Name one of these."
-            raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, got {name}.{end}")
+            raise ValueError(f"hfpatch: {of} must be one of {', '.join(known)}, got {name}.{end}")
 
 
 Named = TypeVar("Named", bound=Callable)
@@ -48,7 +48,7 @@ def names_the_nearest(function: Named) -> Named:
 
     @functools.wraps(function)
     def checked(*given, **named):
-        refuse_unknown(named, known, f"{of}()")
+        refuse_unknown(named, known, f"an argument of {of}()")
         return function(*given, **named)
 
     return cast(Named, checked)
@@ -239,7 +239,7 @@ def _field(word: str) -> tuple[str, object]:
         return "offload", _place("checkpointing", WORDS, word)
     name, _, text = word.partition("=")
     name = name.replace("-", "_")
-    refuse_unknown([name], Checkpointing.__dataclass_fields__, "checkpointing")
+    refuse_unknown([name], Checkpointing.__dataclass_fields__, "a field of checkpointing")
     if not text:
         raise ValueError(
             f"hfpatch: a field of checkpointing must be FIELD=VALUE, got {word!r}. Write "
@@ -262,22 +262,22 @@ def auto_tile(tokens: int) -> int:
 _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
 
 
-def describe(policy: Checkpointing, num_layers: int | None = None, below: int = 0) -> str:
+def describe(policy: Checkpointing, num_layers: int, below: int = 0) -> str:
     """The policy of a step in one line for users: how many layers keep which tensors, and where.
 
-    num_layers: that keep something, None if unknown. below: layers below them, which keep nothing.
+    num_layers: that keep something. below: layers below them, which keep nothing.
     """
-    plain = policy.plain if num_layers is None else min(policy.plain, num_layers)
-    said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
-    if plain != num_layers:
+    plain = min(policy.plain, num_layers)
+    tiled = num_layers - plain
+    s, verb = ("s", "keep") if plain > 1 else ("", "keeps")
+    said = [f"{plain} layer{s} {verb} everything"] * (plain > 0)
+    if tiled:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
-        if policy.saves_attention:
-            kept.append("attention")
+        kept += ["attention"] * policy.saves_attention
         if policy.keep > below:
-            few = num_layers is not None and policy.keep < below + num_layers - plain
-            kept.append("gate and up" + (f" (in {policy.keep - below} of them)" if few else ""))
+            share = f" (in {policy.keep - below} of them)"
+            kept.append("gate and up" + share * (policy.keep < below + tiled))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
-        tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         said.append(
             f"{tiled} keep{'s' if tiled == 1 else ''} {listed} {_WHERE[policy.tier]}, "
             f"in tiles of {policy.tile:,} tokens"

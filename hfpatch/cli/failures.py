@@ -15,7 +15,7 @@ import zipfile
 
 from hfpatch.budget.limits import did_you_mean
 from hfpatch.cli.quiet import quiet
-from hfpatch.planner.limits import suggestion
+from hfpatch.planner.limits import plainly
 
 BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
 
@@ -52,6 +52,8 @@ _WORDS = (
     (r"read-only file system|os error 30", MACHINE, _READ_ONLY),
     (r"too many open files", MACHINE, _FILES),
     (r"permission denied|os error 13", BAD_INPUT, _NO_RIGHT),
+    (r"name or service not known|name resolution|network is unreachable|connection refused", MACHINE,
+     "the network or a server cannot be reached{why}. Check the connection"),
     (r"eaddrinuse|address already in use", MACHINE, _SYSTEM[errno.EADDRINUSE][1]),
     (r"failed reading zip|failed finding central|invalid magic number|pytorchstreamreader|corrupt|deserializ|"
      r"unpickl|incomplete metadata|invalid ?header|header ?too ?large|metadataincomplete",
@@ -86,14 +88,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        named = [action for action in self._actions if action.option_strings]
-        names = [action.option_strings[-1] for action in named if action.dest != "help"]
+        named = [a.option_strings for a in self._actions if a.option_strings and a.dest != "help"]
         flags = [word.partition("=")[0] for word in self.given or () if word.startswith("--")]
         misspelt = [flag for flag in flags if flag not in self._option_string_actions]
         if misspelt and "are required" in message:
             message = f"unrecognized arguments: {misspelt[0]}"
-        near = did_you_mean(misspelt[0], names) if misspelt else suggestion(message)
-        raise ValueError(f"hfpatch: {message.rstrip('.')}.{near} See {self.prog} --help.")
+        near = did_you_mean(misspelt[0], [names[-1] for names in named]) if misspelt else ""
+        raise ValueError(f"hfpatch: {plainly(message)}{near} See {self.prog} --help.")
 
 
 def guarded(command, argv, *, piped: bool = True) -> int:
@@ -138,8 +139,7 @@ def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
         traceback.print_exception(error)
     else:
         sentence = _LONG.sub(r"\1...", _SECRET.sub("hf_...", sentence))
-        end = "" if sentence.endswith("?") else "."
-        print(f"hfpatch: {sentence}{end}", file=sys.stderr)
+        print(f"hfpatch: {sentence}{'' if sentence.endswith('?') else '.'}", file=sys.stderr)
     return code
 
 
@@ -147,8 +147,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     """The sentence (without "hfpatch: " and its full stop) and the exit code of a known failure;
     None for a bug.
     """
-    text = " ".join(str(error).split())
-    text = _IN_WORKER.sub("", text)
+    text = _IN_WORKER.sub("", " ".join(str(error).split()))
     if text.startswith("hfpatch:"):
         return text.removeprefix("hfpatch:").strip().removesuffix("."), BAD_INPUT
     if isinstance(error, OSError) and error.errno is not None:
@@ -156,7 +155,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         # hfpatch's own sentence names the place already
         if str(error.strerror).startswith("hfpatch: "):
             return error.strerror.removeprefix("hfpatch: "), code
-        return form.format(at=_at(error), why=""), code
+        return form.format(at=f" at {error.filename}" if error.filename else "", why=""), code
     if isinstance(error, MemoryError):
         return _MEMORY.format(why=f" ({_cut(text)})" if text else ""), MACHINE
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hfpatch"):
@@ -170,6 +169,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
         return _BROKEN.format(at="", why=f" ({_cut(text)})"), BAD_INPUT
     if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in (
+        "ConnectError",
         "SafetensorError",
         "OutOfMemoryError",
     ):
@@ -180,10 +180,6 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and text:
         return _cut(text), BAD_INPUT
     return None
-
-
-def _at(error: OSError) -> str:
-    return f" at {error.filename}" if error.filename else ""
 
 
 def _cut(text: str) -> str:

@@ -58,8 +58,9 @@ def train(argv) -> int:
                 raise ValueError(f"hfpatch: {sentence}")
     elif not given[0].startswith("-") and "." in given[0]:
         run_file.read(run_file.find(argv[0]))  # raises for a file that is not there or is broken
-    numbers = ((flag.lstrip("-"), word) for flag, word in zip(argv, argv[1:]) if word.isdigit())
-    check_ranges({flag: int(word) for flag, word in numbers}, "_")
+    pairs = zip(argv, argv[1:])
+    numbers = {f.lstrip("-"): int(w) for f, w in pairs if w.removeprefix("-").isdigit()}
+    check_ranges(numbers, "_")
     from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly

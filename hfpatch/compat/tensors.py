@@ -17,6 +17,11 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 graph_task = torch._C._current_graph_task_id
 
 
+def autograd_mode() -> tuple:
+    """Whether autograd records, and the hooks through which it saves tensors (a checkpoint's)."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def transforming() -> bool:
     """Whether torch.func (grad, vjp, vmap) or forward-mode differentiation runs."""
     dual = torch.autograd.forward_ad._current_level >= 0
@@ -89,9 +94,14 @@ grouped_mm = torch._grouped_mm
 assert_async = torch._assert_async
 
 
-def autocast(device_type: str, **how):
-    """torch.autocast; an empty context on the meta device, for which torch raises."""
-    return nullcontext() if device_type == "meta" else torch.autocast(device_type, **how)
+def autocast(device_type: str, dtype: torch.dtype | None = None, **how):
+    """torch.autocast to this dtype, or none; an empty context on the meta device, for which torch
+    raises."""
+    return (
+        nullcontext()
+        if device_type == "meta"
+        else torch.autocast(device_type, dtype, dtype is not None, **how)
+    )
 
 
 # The context in which a subclass of Tensor is treated as a plain one.

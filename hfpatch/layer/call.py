@@ -58,10 +58,9 @@ class LayerCall(Kept):
     def _autocast(self):
         """Context with the autocast state of forward."""
         (dtype, cache) = self.traced.autocast
-        device = self.device.type
-        if dtype is None and autocast_dtype(device) is None:
+        if dtype is None and autocast_dtype(self.device.type) is None:
             return nullcontext()
-        return autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
+        return autocast(self.device.type, dtype, cache_enabled=cache)
 
     def attend(self, qkv: list[Tensor], rerun: bool = False):
         """Attention's outputs and log-sum-exps, over whole rows. rerun: its backward comes soon."""

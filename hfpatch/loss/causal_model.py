@@ -250,15 +250,16 @@ class FusedCausalLM(TellsPositions):
         elif logits.takes(aligned, vocab_size, shifts=shift_labels is None):
             _, target, ignored, count = current.target
             counted = count is not None and aligned is target and ignore_index == ignored
-            loss = logits.cross_entropy(
-                aligned.to(logits.device).reshape(logits.shape[:-1]),
-                shift=shift_labels is None,
-                ignore_index=ignore_index,
-                num_items=num_items_in_batch,
-                num_valid=int(count) if counted else None,
-                workspace_bytes=LOSS_WORKSPACE,
+            return as_stock(
+                logits.cross_entropy(
+                    aligned.to(logits.device).reshape(logits.shape[:-1]),
+                    shift=shift_labels is None,
+                    ignore_index=ignore_index,
+                    num_items=num_items_in_batch,
+                    num_valid=int(count) if counted else None,
+                    workspace_bytes=LOSS_WORKSPACE,
+                )
             )
-            return as_stock(loss)
         return ForCausalLMLoss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
@@ -281,8 +282,8 @@ class FusedCausalLM(TellsPositions):
         if self._hfpatch_logits != "auto":
             return not self._hfpatch_logits
         # In evaluation small logits are returned.
-        columns = self.config.get_text_config().vocab_size
-        return self.training or labels.numel() * columns * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
+        logits = labels.numel() * self.config.get_text_config().vocab_size
+        return self.training or logits * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
 
     def _tell(self, words: str) -> None:
         """Warns, and adds a line to the report, once per message."""

@@ -97,11 +97,10 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
 def why_whole_logits(model: nn.Module, head: nn.Module) -> str | None:
     """Why this model's loss runs through whole logits, or None where it is fused: the loss is
     transformers' causal one, and a call of the head can compute it."""
-    own, kind = own_loss(model), getattr(model, "loss_type", None) or "ForCausalLM"
-    if own is not None and own is not ForCausalLMLoss:
-        return "the model has a loss function of its own"
-    if own is None and LOSS_MAPPING.get(kind, ForCausalLMLoss) is not ForCausalLMLoss:
-        return f"its loss is {kind}"
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    loss = own_loss(model) or LOSS_MAPPING.get(kind, ForCausalLMLoss)
+    if loss is not ForCausalLMLoss:
+        return f"its loss is {getattr(loss, '__name__', type(loss).__name__)}"
     return _replaced() or why_not_fused(head)
 
 

@@ -58,7 +58,7 @@ def why_theirs(asked: TrlHead, head: nn.Module) -> str | None:
 def _score(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias, in_float32: bool, **options):
     """linear_log_prob, computed in the dtype of TRL's matmul."""
     device = hidden.device.type
-    with autocast(device, enabled=autocast_dtype(device) is not None and not in_float32):
+    with autocast(device, None if in_float32 else autocast_dtype(device)):
         if in_float32:
             hidden = hidden.float()
         if autocast_dtype(device) is None:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
-from hfpatch.compat import as_plain_tensor, autocast_dtype, pytree, without_memory
+from hfpatch.compat import (
+    as_plain_tensor,
+    autocast,
+    autocast_dtype,
+    autograd_mode,
+    pytree,
+    without_memory,
+)
 from hfpatch.context.current import current
 from hfpatch.loss.head import WHOLE, rows_of, through
 
@@ -28,6 +35,7 @@ class Logits(Tensor):
     Attributes:
         owner: the causal model that has the head.
         hidden: [..., D].
+        cast: the dtype of autocast at the head's call, or None.
         inner, outer: the scale and, with a soft cap, the scale of the cap.
         words: V if only the first V rows of the head are used; None for all rows.
         steps: what the model did with the head's output, for `real`.
@@ -35,16 +43,15 @@ class Logits(Tensor):
     """
 
     @staticmethod
-    def __new__(cls, owner, hidden, dtype, inner=1.0, outer=None, words=None, steps=()):
-        V = rows_of(owner._hfpatch_head()) if words is None else words
+    def __new__(cls, owner, hidden, cast, dtype=None, inner=1.0, outer=None, words=None, steps=()):
         self = without_memory(
             cls,
-            (*hidden.shape[:-1], V),
-            dtype=dtype,
+            (*hidden.shape[:-1], words or rows_of(owner._hfpatch_head())),
+            dtype=dtype or cast or hidden.dtype,
             device=hidden.device,
             requires_grad=torch.is_grad_enabled(),
         )
-        self.owner, self.hidden, self.computed = owner, hidden, None
+        self.owner, self.hidden, self.cast, self.computed = owner, hidden, cast, None
         self.inner, self.outer, self.words, self.steps = inner, outer, words, steps
         if torch.is_grad_enabled():
             with as_plain_tensor():
@@ -53,7 +60,7 @@ class Logits(Tensor):
 
     def but(self, step=None, **changes) -> "Logits":
         """Logits with these attributes, and one step more."""
-        now = {n: vars(self)[n] for n in ("owner", "hidden", "inner", "outer", "words")}
+        now = {n: vars(self)[n] for n in ("owner", "hidden", "cast", "inner", "outer", "words")}
         steps = self.steps if step is None else (*self.steps, step)
         return Logits(**{**now, "dtype": self.dtype, "steps": steps, **changes})
 
@@ -62,7 +69,11 @@ class Logits(Tensor):
         them."""
         if self.computed is None:
             self.owner._tell(WHOLE.format(USED))
-            with torch.set_grad_enabled(self.requires_grad):
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self.requires_grad),
+                autocast(self.device.type, self.cast),
+            ):
                 z = self.owner._hfpatch_head()(self.hidden)
                 for step in self.steps:
                     z = step(z)
@@ -81,15 +92,15 @@ class Logits(Tensor):
 
     def cross_entropy(self, labels, **options) -> Tensor:
         """The loss, computed inside one call of the head."""
-        if self.outer is not None:
-            options["softcap"] = self.outer
         scale, hidden = self.inner * (self.outer or 1.0), self.hidden
         if scale != 1:
             hidden = hidden * scale
         loss = ops.linear_cross_entropy
         if self.words is not None:
             loss = partial(_loss_over, self.words)
-        return through(self.owner._hfpatch_head(), loss, hidden, labels, **options)
+        with autocast(self.device.type, self.cast):
+            head = self.owner._hfpatch_head()
+            return through(head, loss, hidden, labels, softcap=self.outer, **options)
 
     @classmethod
     @torch.compiler.disable  # dynamo cannot trace tensors without memory
@@ -102,7 +113,14 @@ class Logits(Tensor):
                 return function(*args, **kwargs)
         z = args[0] if args else None
         arity, record = _RECORDED.get(name, (0, None))
-        if arity == len(args) and not kwargs and type(z) is Logits and z.computed is None:
+        # An autograd function runs without gradients, and has a backward of its own.
+        if (
+            arity == len(args)
+            and not kwargs
+            and type(z) is Logits
+            and z.computed is None
+            and z.requires_grad == torch.is_grad_enabled()
+        ):
             recorded = record(*args)
             if recorded is not None:
                 return recorded
@@ -182,19 +200,23 @@ def _loss_over(words: int, hidden, weight, labels, bias: Tensor | None = None, *
 
 
 class Head:
-    """Replaces a model's head for one forward. A call returns Logits; attributes are the head's."""
+    """Replaces a model's head for one forward. A call returns Logits; attributes are the head's.
+
+    A call in another mode of autograd than the forward's (no_grad, a checkpoint) returns real ones.
+    """
 
     def __init__(self, head: nn.Module):
         self._head = head
+        self._mode = autograd_mode()
 
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
         # None in a call from another thread.
         owner = None if current.target is None else current.target[0]
-        if owner is None or owner._hfpatch_head() is not self._head or kwargs or len(args) != 1:
+        plain = kwargs or len(args) != 1 or autograd_mode() != self._mode
+        if owner is None or owner._hfpatch_head() is not self._head or plain:
             return self._head(*args, **kwargs)
-        (hidden,) = args
-        return Logits(owner, hidden, autocast_dtype(hidden.device.type) or hidden.dtype)
+        return Logits(owner, *args, autocast_dtype(args[0].device.type))
 
     def __getattr__(self, name):
         return getattr(self._head, name)

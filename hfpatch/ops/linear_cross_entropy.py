@@ -121,7 +121,7 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.needs = ctx.needs_input_grad[:3]
         one = hidden_ND.new_ones((), dtype=wide_dtype(opts.dtype))
         head = (hidden_ND, weight_VD, bias_V)
-        with autocast(hidden_ND.device.type, enabled=False):
+        with autocast(hidden_ND.device.type):
             out = forward_pass(*head, labels_N, one, opts, best=best, stats=stats)
         ctx.save_for_backward(*head, labels_N, out.lse_2N, out.stats_3N)
         ctx.mark_non_differentiable(out.best_N)
@@ -133,7 +133,7 @@ class _LinearLogProb(torch.autograd.Function):
             no_second_derivative("linear_log_prob", "linear_cross_entropy")(ctx)
         *head, labels_N, lse_2N, stats_3N = ctx.saved_tensors
         rows_KN = _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, ctx.opts.vocab_size)
-        with autocast(labels_N.device.type, enabled=False):
+        with autocast(labels_N.device.type):
             grads = backward_pass(*head, labels_N, rows_KN, ctx.opts, ctx.needs)
         return *grads, None, None, None, None
 
@@ -263,7 +263,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, grad):
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:3] if grad else (False, False, False)
-        with autocast(hidden_ND.device.type, enabled=False):
+        with autocast(hidden_ND.device.type):
             out = forward_pass(hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, needs)
         ctx.save_for_backward(*out.grads)
         return out.total

@@ -77,7 +77,8 @@ class Ladder:
             change["plain"] = 0
         self._begin(replace(settings, **change))
         alone = run.ranks == 1 and not named.sharded and run.shape.adapters
-        if alone and settings.frozen_weights == "auto" and self._too_large():
+        needed = step_bytes(self.first, **self._sizes(self.rows))
+        if alone and settings.frozen_weights == "auto" and needed > self._first_free():
             self._begin(replace(self.settings, frozen_weights="host"))
 
     def _begin(self, settings: Checkpointing) -> None:
@@ -110,9 +111,6 @@ class Ladder:
     def _gradients(self) -> int:
         stays = self.stays.gradients
         return self.run.shape.trained_bytes if stays is None else stays
-
-    def _too_large(self) -> bool:
-        return step_bytes(self.first, **self._sizes(self.rows)) > self._first_free()
 
     def _first(self, settings) -> Checkpointing:
         run, shape = self.run, self.run.shape

@@ -87,10 +87,23 @@ def parse_bytes(text) -> int:
     return int(value)
 
 
-def suggestion(message: str) -> str:
-    """did_you_mean for argparse's message about a value that is none of the choices."""
-    found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-    return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2])) if found else ""
+# argparse's messages -> ours, one after the other.
+_FORMS = (
+    (r"^argument ([^:/ ]+)(/[^:/ ]+)*: ", r"\1: "),  # a flag's first spelling
+    (r"^(\S+): invalid choice: (.*) \(choose from (.*)\)$", r"\1 must be one of \3, got \2"),
+    (r"^(\S+): invalid (\w+) value: ", r"\1 must be of type \2, got "),
+    (r"^(\S+): expected (.*) argument", r"\1 must have \2 value"),
+    (r"^the following arguments are required: (.*)", r"\1 is missing"),
+)
+
+
+def plainly(message: str) -> str:
+    """argparse's message in the form of the others, with the choice that is most like the value."""
+    for theirs, ours in _FORMS:
+        message = re.sub(theirs, ours, message.rstrip("."))
+    found = re.search(r"must be one of (.*), got '(.*)'$", message)
+    near = did_you_mean(found[2], re.findall(r"[\w.-]+", found[1])) if found else ""
+    return f"{message}.{near}"
 
 
 def parse_lengths(text) -> list[int]:

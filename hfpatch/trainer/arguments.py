@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import traceback
 import typing
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from functools import partial
 from transformers import HfArgumentParser
 
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
-from hfpatch.planner.limits import flag, suggestion
+from hfpatch.planner.limits import flag, plainly
 from hfpatch.trainer import config_file, configs, placement
 from hfpatch.trainer.flags import (
     CLASSES,
@@ -141,7 +140,7 @@ def _place(model: ModelArguments, values: dict, flags: dict):
             raise ValueError(
                 "hfpatch: --placement and --deepspeed cannot be combined. Keep --placement."
             )
-        name, values["deepspeed"] = values["deepspeed"], None
+        name, values["deepspeed"] = flags.pop("deepspeed"), None
     if name == "auto":
         # Gradients and moments of adapters are small; the base decides, and no placement moves it.
         name = "gpu8bit" if model.lora_r else _fitting(model, values, flags)
@@ -216,10 +215,7 @@ def apply_options(model: ModelArguments) -> bool | dict:
 
 
 def _refuse(message, where=""):
-    message = re.sub(r"^argument (--\w+)(/--[\w-]+)+", r"argument \1", message)  # one spelling
-    near = suggestion(message)
-    said = f"{where}{message.rstrip('.')}.{near} See {config_file.typed()} --help."
-    raise ValueError(f"hfpatch: {said}")
+    raise ValueError(f"hfpatch: {where}{plainly(message)} See {config_file.typed()} --help.")
 
 
 def _mappings() -> set[str]:

@@ -33,8 +33,6 @@ def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
         key = name_.replace("-", "_")
         if key in run_file.MACHINE:
             continue
-        if key not in actions:
-            raise ValueError(f"hfpatch: {file} has an unknown key {key!r}{nearest(key, actions)}")
         flag = actions[key].dest  # one of its spellings came
         if typed[name_] in (None, ""):
             raise ValueError(f"hfpatch: {file}: {key!r} has no value. Write one.")
@@ -43,9 +41,8 @@ def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
         else:
             value = json.dumps(typed[name_]) if flag in dicts and isinstance(value, dict) else value
             # YAML's own words, such as yes and off.
-            boolean = isinstance(typed[name_], bool)
             choices = actions[key].choices or (actions[key].metavar or "").split("|")
-            if boolean and value not in choices:
+            if isinstance(typed[name_], bool) and value not in choices:
                 value = str(typed[name_]).lower()
             words[flag] = [f"--{key}={value}"]
     return words
@@ -58,6 +55,5 @@ def typed() -> str:
 
 def nearest(name: str, known) -> str:
     """The end of an error about an unknown name: the known name that is most like it."""
-    flags = [f"--{one}" for one in known]
-    said = did_you_mean("--" + name.split("=")[0].replace("-", "_"), flags)
+    said = did_you_mean("--" + name.split("=")[0].replace("-", "_"), [f"--{one}" for one in known])
     return "." + (said or f" See {typed()} --help.")

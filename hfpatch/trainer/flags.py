@@ -11,15 +11,7 @@ from hfpatch.budget.limits import parse_length
 from hfpatch.budget.policy import CHECKPOINTING
 from hfpatch.lab.presets import PRESETS
 from hfpatch.planner.placements import PLACEMENTS
-
-# Our flags -> their other spellings, which are TRL's.
-SPELLINGS = {
-    "seq_len": ["seq_length", "max_length"],
-    "text_field": ["dataset_text_field"],
-    "chat_template": ["chat_template_path"],
-    "pad_multiple": ["pad_to_multiple_of"],
-    "placement": ["engine"],
-}
+from hfpatch.trainer.run_file import SPELLINGS
 
 
 def _flag(default, help, *, also: str = "", **more):

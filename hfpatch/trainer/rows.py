@@ -64,7 +64,7 @@ def files_of(paths, data) -> list[Path]:
         if unknown or not kept:
             raise ValueError(
                 f"hfpatch: there are no rows ({', '.join((*READERS, *OPEN))}) at "
-                f"{unknown or path}. Check --data."
+                f"{unknown or path}. Check the path and --data_glob."
             )
         found += kept
     return found
@@ -75,7 +75,7 @@ def rows_of(paths, data, split: str) -> Rows:
     name = Path(paths[0])
     if len(paths) == 1 and not name.exists():
         if reader_of(name) or name.is_absolute() or len(name.parts) > 2:  # no name of the hub's
-            raise ValueError(f"hfpatch: {name} is no file or folder here. Check --data.")
+            raise ValueError(f"hfpatch: {name} is no file or folder here. Check the path.")
         with _reads(name):
             table = datasets.load_dataset(
                 str(name), data.data_config, split=split, streaming=data.streaming

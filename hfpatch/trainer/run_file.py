@@ -1,6 +1,8 @@
 """Run files: YAML with the names of `hfpatch train`, which `plan` and `profile` read too."""
 
 import re
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from hfpatch.budget.limits import did_you_mean
@@ -14,14 +16,21 @@ FLAGS = {
     "max_length": "--seq-len", "per_device_train_batch_size": "--batch", "sp_size": "--sp-size",
     "gradient_accumulation_steps": "--gradient-accumulation-steps",
     "placement": "--placement", "engine": "--placement",
-    "checkpointing": "--checkpointing", "lora_r": "--lora-r",
+    "checkpointing": "--checkpointing", "fp8": "--fp8", "lora_r": "--lora-r",
     "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",
     "gpu": "--gpu", "gpus": "--gpus", "host_ram": "--host-ram",
 }  # fmt: skip
 EXTENDS = ("rope_scaling", "max_position_embeddings")  # keys that extend the model's positions
 EXTENDED = "--extended"  # plan's flag for them
 BITS = {"load_in_4bit": "4bit", "load_in_8bit": "8bit"}
-
+# Flags of `hfpatch train` -> their other spellings, which are TRL's.
+SPELLINGS = {
+    "seq_len": ["seq_length", "max_length"],
+    "text_field": ["dataset_text_field"],
+    "chat_template": ["chat_template_path"],
+    "pad_multiple": ["pad_to_multiple_of"],
+    "placement": ["engine"],
+}
 
 # What every run names.
 NEEDED = {
@@ -39,8 +48,10 @@ def find(name: str) -> Path:
     path = Path(name).expanduser()
     ready = {p.name: p for p in sorted(READY.glob("*.yaml"))}
     if is_one(name) and path.name == name and not path.exists() and name not in ready:
-        near = did_you_mean(name, ready)
-        raise ValueError(f"hfpatch: there is no run file {name}.{near} Ready: {', '.join(ready)}.")
+        raise ValueError(
+            f"hfpatch: there is no run file {name}.{did_you_mean(name, ready)} Ready: "
+            f"{', '.join(ready)}."
+        )
     return path if path.exists() else ready.get(name, path)
 
 
@@ -57,9 +68,18 @@ def _loader():
     return Typed
 
 
+def keys() -> set[str]:
+    """Every key that a file may hold. Read from sources: transformers' own loads for seconds."""
+    theirs = Path(find_spec("transformers").origin).with_name("training_args.py")
+    found = {*FLAGS, *chain(*SPELLINGS.values())}
+    for source in (theirs, Path(__file__).with_name("flags.py")):
+        found.update(re.findall(r"^    (\w+): ", source.read_text(encoding="utf-8"), re.MULTILINE))
+    return found
+
+
 def read(path: Path) -> tuple[dict, dict]:
     """The file's values, as they are written and as YAML takes them. ValueError for a file that
-    holds none."""
+    holds none, and for an unknown key."""
     import yaml
 
     try:
@@ -76,6 +96,13 @@ def read(path: Path) -> tuple[dict, dict]:
         ) from error
     if not isinstance(written, dict):
         raise ValueError(f"hfpatch: {path} must hold keys and values. Correct the file.")
+    known = keys()
+    for key in written:
+        if key.replace("-", "_") not in known:
+            raise ValueError(
+                f"hfpatch: {path} has an unknown key {key!r}."
+                f"{did_you_mean(key, sorted(known)) or ' See hfpatch train --help.'}"
+            )
     return written, typed
 
 
@@ -87,23 +114,19 @@ def words(name: str, known) -> list[str]:
         known: the command's flags; what belongs to training alone is left out.
 
     Raises:
-        ValueError: the file cannot be read, or a key is misspelt.
+        ValueError: the file cannot be read, or a key is unknown.
     """
-    path = find(name)
-    values, _ = read(path)
+    values, _ = read(find(name))
     found = []
     for key, value in values.items():
         key = key.replace("-", "_")
-        near = "" if key in FLAGS else did_you_mean(key, FLAGS, 0.9)
-        if near:
-            raise ValueError(f"hfpatch: {path} has an unknown key {key!r}.{near}")
         if key in EXTENDS and EXTENDED in known:
             found.append(EXTENDED)
         if FLAGS.get(key) not in known or key in BITS and value.lower() not in ("true", "yes"):
             continue
         if FLAGS[key] == "--placement":
             value = placement_of_engine(value)
-        given = [BITS[key]] if key in BITS else value if isinstance(value, list) else [value]
+        given = value if isinstance(value, list) else [BITS.get(key, value)]
         joined = [",".join(given)] if key == "lora_target_modules" else given
         found += [word for one in joined for word in (FLAGS[key], one)]
     return found

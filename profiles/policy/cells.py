@@ -84,7 +84,7 @@ def filled(row: dict, dry: Dry) -> dict:
         "last_peak_gib": f"{last['allocated_peak'] / GiB:.1f}",
         "reserved_gib": f"{last['reserved_peak'] / GiB:.1f}",
         "retries": sum(step["retries"] for step in ran.steps),
-        "announced_gib": (ANNOUNCED.findall(said) or [""])[-1],
+        "announced_gib": (ANNOUNCED.findall(said) or [("", "")])[-1][1],  # without "at most"
     }
 
 

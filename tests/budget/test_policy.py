@@ -197,7 +197,7 @@ def test_what_checkpointing_does_not_mean_is_one_sentence(value):
 def test_a_misspelt_field_names_the_nearest(ask):
     with pytest.raises(
         ValueError,
-        match=r"^hfpatch: .* takes offload, every, .*, got offlod. Did you mean offload\?$",
+        match=r"^hfpatch: .* must be one of offload, every, .*, got offlod. Did you mean offload\?$",
     ):
         ask()
     assert copy.deepcopy(pickle.loads(pickle.dumps(Checkpointing(tile=8)))) == Checkpointing(tile=8)

@@ -40,7 +40,7 @@ def test_a_flag_wins_over_the_file_and_a_model_needs_no_flag(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(
         "model: llama-tiny\nmax_length: 131,072\nper_device_train_batch_size: 2\ngpu: a10g\n"
-        "checkpointing: [host, tile=4k]\nlearning_rate: 1e-5\n"
+        "checkpointing: [host, tile=4k]\nlearning_rate: 1e-5\ndataset_text_field: text\n"
     )
     found = planned(capsys, str(file))
     assert (found["seq_len"], found["batch"], found["gpu"]) == (131072, 2, "a10g")
@@ -54,8 +54,9 @@ def test_a_flag_wins_over_the_file_and_a_model_needs_no_flag(tmp_path, capsys):
 
 @pytest.mark.parametrize("text, words", [
     ("model: llama-tiny\nseq_le: 8k\n", "unknown key 'seq_le'. Did you mean seq_len?"),
+    ("model: llama-tiny\ndat: my.jsonl\n", "unknown key 'dat'. Did you mean data?"),
     ("- model\n", "must hold keys and values"), ("a: [", "must be YAML"),
-    ("seq_len: 8k\n", "required: --model"),
+    ("seq_len: 8k\n", "--model is missing"),
 ])  # fmt: skip
 def test_a_file_that_is_none_is_one_sentence(text, words, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(text)

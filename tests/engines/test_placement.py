@@ -156,6 +156,13 @@ def test_contradictions_are_one_sentence(name, flags, message):
     assert str(caught.value).startswith("hfpatch: ") and "\n" not in str(caught.value)
 
 
+def test_deepspeeds_own_flag_names_an_engine(monkeypatch):
+    monkeypatch.setattr(placement, "single_process_environment", lambda: None)
+    values = {"deepspeed": "zero3", "nvme_path": None}
+    arguments._place(ModelArguments(), values, dict(values))
+    assert values["deepspeed"]["zero_optimization"]["stage"] == 3
+
+
 def test_what_only_the_built_arguments_show_is_refused():
     args = SimpleNamespace(
         max_grad_norm=0.0, gradient_accumulation_steps=1, world_size=2, learning_rate=1e-3,

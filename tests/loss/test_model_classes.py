@@ -11,6 +11,7 @@ import tiny
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     Florence2Config,
     Florence2ForConditionalGeneration,
@@ -124,6 +125,24 @@ class ValueHead(Base):
         return loss + self.value(hidden)[labels != -100].square().mean()
 
 
+class WeighsByItsLoss(Base):
+    """Its weight is of logits without a gradient."""
+
+    def scored(self, hidden, logits, labels, **kwargs):
+        with torch.no_grad():
+            others = self.lm_head(hidden), logits[:1]
+        weight = self.loss_of(others[0] * 0.5, labels) + self.loss_of(others[1], labels[:1])
+        return self.loss_of(logits, labels, **kwargs) * weight
+
+
+class RunsTheHeadAgain(Base):
+    def scored(self, hidden, logits, labels, **kwargs):
+        logits = checkpoint(lambda h: self.lm_head(h * 0.5), hidden, use_reentrant=True)
+        return self.loss_of(logits, labels) + checkpoint(
+            lambda h: self.loss_of(self.lm_head(h), labels), hidden, use_reentrant=False
+        )
+
+
 FUSED = [
     MasksThePrompt, CutsPositions, AlignedLabels, SeveralTokensAhead, Scaled, SoftPrompt,
     SoftPromptPads, ValueHead,
@@ -131,9 +150,11 @@ FUSED = [
 
 
 class ReadsLogitsLater(Base):
-    """A z-loss, as of Bamba's family."""
+    """An accuracy, and a z-loss as of Bamba's family."""
 
     def scored(self, hidden, logits, labels, **kwargs):
+        with torch.inference_mode():
+            self.right = (logits.argmax(-1) == labels).sum()
         loss = self.loss_of(logits, labels, **kwargs)
         return loss + 0.01 * logits.logsumexp(-1)[labels != -100].square().mean()
 
@@ -153,7 +174,7 @@ class OwnCrossEntropy(Base):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels[..., 1:].reshape(-1))
 
 
-READS = [ReadsLogitsLater, HidesWords, OwnCrossEntropy]
+READS = [ReadsLogitsLater, HidesWords, OwnCrossEntropy, WeighsByItsLoss, RunsTheHeadAgain]
 
 
 def batches():
@@ -199,6 +220,21 @@ def test_a_class_that_reads_its_logits_has_them_and_the_report_says_so(cls, kind
     assert len(whole_logits_lines(ours)) == 1
     logits = ours(**batches()[kind]).logits
     assert logits is None or type(logits) is torch.Tensor
+
+
+class OutsideAutocast(Base):
+    def scored(self, hidden, logits, labels, **kwargs):
+        with torch.autocast("cpu", enabled=False):
+            logits = self.lm_head(hidden.float())
+        return self.loss_of(logits, labels, **kwargs)
+
+
+def test_the_loss_has_the_dtype_of_the_heads_call():
+    stock = tiny.llama(OutsideAutocast)
+    models = stock, tiny.patched(stock, checkpointing="off", rope=False, rms_norm=False, mlp=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [model(**tiny.labelled()).loss for model in models]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
