@@ -18,7 +18,7 @@ PROGRAMS = {
         "--seq-len 4096 --max_steps 2 --bf16 True --save_strategy no --report_to none "
         "--nan_steps 0 --output_dir OUT"
     ),
-    "verify, weights on the host": "tests/dry/verify_worker.py",
+    "verify, weights on the host": "tests/dry/trainers_worker.py verified OUT",
     "TRL SFT": "tests/dry/trainers_worker.py sft OUT",
     "TRL GRPO": "tests/dry/trainers_worker.py grpo OUT",
     "Trainer, twice": "tests/dry/trainers_worker.py twice OUT",

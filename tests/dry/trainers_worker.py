@@ -1,4 +1,4 @@
-"""Trainers on the dry device, under program.py: trainers_worker.py sft|grpo|twice|again FOLDER."""
+"""Trainers on the dry device, under program.py: trainers_worker.py sft|grpo|twice|again|verified FOLDER."""
 
 import json
 import sys
@@ -112,6 +112,7 @@ def again(folder: str) -> dict:
     said = []
     torch.cuda.set_per_process_memory_fraction(24 * GiB / torch.cuda.mem_get_info()[1])
     for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
         model, ours = model_of(8, 32768), hfpatch.Callback(apply=True)
         trainer = Trainer(
             model=model, args=TrainingArguments(folder, max_steps=6, optim="sgd", **COMMON),
@@ -126,9 +127,27 @@ def again(folder: str) -> dict:
         ended = trainer.state.global_step
         model = ours = trainer = None
         steps.cleared()
-    assert len(said) == 1 and ended == 6, (said, ended)
+    peak = torch.cuda.max_memory_allocated() / GiB
+    assert len(said) == 1 and ended == 6 and peak > 0.7 * 24, (said, ended, peak)
     assert "hfpatch: out of memory in a step of 1 x 32,768 tokens" in said[0], said[0]
-    return {"steps": ended, "peak_gib": torch.cuda.max_memory_allocated() / GiB}
+    return {"steps": ended, "peak_gib": peak}
+
+
+def verified(folder: str) -> dict:
+    """hfpatch.verify of a model whose frozen weights wait on the host, which trains before and after."""
+    away = {"frozen_weights": "host"}
+    case = steps.Case("llama-3.1-8b", 2, adapters="lora qv", checkpointing=away)
+    model, ids = steps.build(case), torch.randint(1000, (1, 512), device="cuda")
+    steps.patch(model, case)
+    for _ in range(2):
+        steps.loss_of(model, {"input_ids": ids, "labels": ids}).backward()
+        frozen = [
+            p for p in model.base_model.model.model.layers.parameters() if not p.requires_grad
+        ]
+        assert {p.device.type for p in frozen} == {"cpu"}
+        found = hfpatch.verify(model, {"input_ids": ids})
+    assert found.gradients == 8  # two for each of two projections of two layers
+    return {"gradients": found.gradients}
 
 
 if __name__ == "__main__":
