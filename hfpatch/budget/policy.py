@@ -262,22 +262,22 @@ def auto_tile(tokens: int) -> int:
 _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
 
 
-def describe(policy: Checkpointing, num_layers: int | None = None, below: int = 0) -> str:
+def describe(policy: Checkpointing, num_layers: int, below: int = 0) -> str:
     """The policy of a step in one line for users: how many layers keep which tensors, and where.
 
-    num_layers: that keep something, None if unknown. below: layers below them, which keep nothing.
+    num_layers: that keep something. below: layers below them, which keep nothing.
     """
-    plain = policy.plain if num_layers is None else min(policy.plain, num_layers)
-    said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
-    if plain != num_layers:
+    plain = min(policy.plain, num_layers)
+    tiled = num_layers - plain
+    s, verb = ("s", "keep") if plain > 1 else ("", "keeps")
+    said = [f"{plain} layer{s} {verb} everything"] * (plain > 0)
+    if tiled:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
-        if policy.saves_attention:
-            kept.append("attention")
+        kept += ["attention"] * policy.saves_attention
         if policy.keep > below:
-            few = num_layers is not None and policy.keep < below + num_layers - plain
-            kept.append("gate and up" + (f" (in {policy.keep - below} of them)" if few else ""))
+            share = f" (in {policy.keep - below} of them)"
+            kept.append("gate and up" + share * (policy.keep < below + tiled))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
-        tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         said.append(
             f"{tiled} keep{'s' if tiled == 1 else ''} {listed} {_WHERE[policy.tier]}, "
             f"in tiles of {policy.tile:,} tokens"

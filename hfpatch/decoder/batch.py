@@ -136,8 +136,9 @@ class Given:
         return packs(self.B, self.positions, self.seen, None)
 
 
-def read_batch(stack, kwargs: dict) -> Given | None:
-    """The arguments of a stack's forward; None if its input is not rows of tokens."""
+def read_batch(stack, kwargs: dict, watched: bool) -> Given | None:
+    """The arguments of a stack's forward; None if its input is not rows of tokens. watched: its
+    layers may read padding."""
     tokens, config, training = kwargs.get("input_ids"), stack.config, stack.training
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
@@ -154,10 +155,10 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         # Four layouts are text, time, height and width; three lack text.
         positions = positions[0] if len(positions) == 4 else None
     visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
-    _, idle, watched = current.labelled
+    _, idle, by_others = current.labelled
     # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
     idle = idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None
-    watched = visible and (watched or idle is None)
+    watched = visible and (watched or by_others or idle is None)
     behind = watched and bool(on_host((~mask.bool()[:, -1]).any()))
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(

@@ -88,18 +88,20 @@ class PatchedStack(KeepsSignature):
         )
         layers = list_of_layers(self) or ()
         # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
-        for held in layers:
-            for module in held.modules():
-                if isinstance(module, PatchedLayer):
-                    look(module)  # the layers read what they found here
-        given, runtime = read_batch(self, kwargs), self._hfpatch.runtime
+        ours = [m for held in layers for m in held.modules() if isinstance(m, PatchedLayer)]
+        # The layers read what is found here. One that is not as tried, or a mixer that remembers
+        # padding, may read it.
+        as_tried = [look(m).reason in (None, m._hfpatch.traits.reason) for m in ours]
+        traits, runtime = self._hfpatch.traits, self._hfpatch.runtime
+        watched = traits.mixers and not traits.unpads or not all(as_tried)
+        given = read_batch(self, kwargs, watched)
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
         if runtime is not None and runtime.weights.on and given is not None:
             runtime.weights_to_host(self, given.tokens.device)
         batch = None if given is None else _batch_of(self, given, kwargs)
         if batch is not None:
-            batch.packed = packed_row(given, self._hfpatch.traits, layers, batch)
+            batch.packed = packed_row(given, traits, layers, batch)
         if runtime is not None:
             behind = given is not None and given.behind
             runtime.hidden_BT = ~given.rows_mask.bool() if behind else None

@@ -118,7 +118,7 @@ def _stages(bytes_each: int) -> int:
     Two programs per SM must fit an A100's 164 KiB. One program alone may take 96 KiB; wider rows
     are not prefetched.
     """
-    return 3 if bytes_each <= 36 * 1024 else 2 if bytes_each <= 96 * 1024 else 1
+    return 1 + (bytes_each <= 96 * 1024) + (bytes_each <= 36 * 1024)
 
 
 def rms_norm_fwd(outs, x, weight, eps, offset, cast) -> None:

@@ -103,7 +103,8 @@ def _measure(row: dict, run: Run, options: Options, gpu: Gpu | None) -> None:
     if found.step_seconds:
         row["step_s"] = min(found.step_seconds)
     if policy is not None:
-        row |= {"kept": describe(policy), **planned(run, policy, gpu)}
+        layers = model_of(Values(preset_config(run.preset))).layers
+        row |= {"kept": describe(policy, layers), **planned(run, policy, gpu)}
     if "reserved_peak_bytes" in found.memory:
         names = {"peak_gib": "allocated", "reserved_gib": "reserved", "pinned_gib": "pinned_host"}
         row |= {name: found.memory[f"{of}_peak_bytes"] / GiB for name, of in names.items()}

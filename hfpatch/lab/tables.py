@@ -10,7 +10,8 @@ UNITS = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", GiB: "GiB"}
 def size(count: float) -> str:
     """1536 -> "1.50 KiB", with one or two decimals."""
     unit = max((unit for unit in UNITS if abs(count) >= unit), default=1)
-    decimals = 0 if unit == 1 else 1 if abs(count) >= 10 * unit else 2
+    small = abs(count) < 10 * unit
+    decimals = 0 if unit == 1 else 1 + small
     return f"{count / unit:.{decimals}f} {UNITS[unit]}"
 
 

@@ -162,7 +162,7 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
     if own.own:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
         # peak. A tiled layer drops its copies.
-        copies = 2 * (P if isinstance(policy, str) else largest) if own.itemsize == 4 else 0
+        copies = 2 * (own.itemsize == 4) * (P if isinstance(policy, str) else largest)
         return Resident(own.itemsize * P + copies, None, 2 * own.itemsize * P, passed=copies)
     if name == "zero3-offload":
         # This rank's share of weights goes to the GPU twice, of gradients to the host once. The

@@ -122,5 +122,5 @@ def dtype_of(config, model) -> torch.dtype:
 
 
 def adapters_of(model) -> Adapters | None:
-    base = "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "bf16"
+    base = next((b for b in ("4bit", "8bit") if getattr(model, f"load_in_{b}")), "bf16")
     return Adapters.of(model.lora_r, base, model.lora_target_modules) if model.lora_r else None

@@ -36,7 +36,7 @@ def key(model, args) -> dict:
         "card": torch.cuda.get_device_name(args.device) if cuda else str(args.device),
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "ranks": args.world_size,
-        "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "as loaded",
+        "autocast": f"bf16 {args.bf16}, fp16 {args.fp16}",
     }  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def words(name: str, known) -> list[str]:
             continue
         if FLAGS[key] == "--placement":
             value = placement_of_engine(value)
-        given = [BITS[key]] if key in BITS else value if isinstance(value, list) else [value]
+        given = value if isinstance(value, list) else [BITS.get(key, value)]
         joined = [",".join(given)] if key == "lora_target_modules" else given
         found += [word for one in joined for word in (FLAGS[key], one)]
     return found

@@ -112,15 +112,17 @@ def test_embeddings_positions_and_documents_inside_rows(rows):
     assert [row.real for row in rows] == [29, 29]
 
 
-def test_adapters(rows):
+@pytest.mark.parametrize("kind, packed", [("Lora", [COUNT]), ("Lily", [])])
+def test_adapters(kind, packed, rows):
+    """Lily weighs its experts by the mean of all tokens, padding too."""
     peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    stock = peft.get_peft_model(tiny.llama(), settings)
+    settings = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    stock = peft.get_peft_model(tiny.llama(), getattr(peft, f"{kind}Config")(**settings))
     for name, parameter in stock.named_parameters():
-        if "lora_B" in name:
+        if "_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     tiny.assert_equal_in_double(tiny.patched(stock).double(), stock, padded())
-    assert [row.real for row in rows] == [COUNT]
+    assert [row.real for row in rows] == packed
 
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed:UserWarning")
@@ -194,12 +196,18 @@ def test_a_layer_of_the_users_own_stays_padded(rows):
     assert not rows
 
 
-@pytest.mark.parametrize("family", tiny.longer(["bloom", "gemma3n_text", "qwen3_moe"], "bloom"))
+@pytest.mark.parametrize(
+    "family",
+    tiny.longer(
+        ["bloom", "gemma3n_text", "qwen3_moe", "minimax_m3_vl_text"], "bloom", "minimax_m3_vl_text"
+    ),
+)
 def test_families_that_stay_padded(family, rows):
-    """Scores that depend on a key's place in its row, residual streams, and recorded outputs of
-    routers, whose balance counts real tokens."""
+    """Scores that depend on a key's place in its row, residual streams, recorded outputs of routers,
+    whose balance counts real tokens, and blocks of keys, which padding helps to choose."""
     stock = small_model(family)
-    batch = padded(min(tiny.VOCAB, stock.config.vocab_size), ((0, 24), (0, 13), (0, 1)))
+    stock.set_attn_implementation("sdpa" if family == "minimax_m3_vl_text" else "eager")
+    batch = padded(min(tiny.VOCAB, stock.config.vocab_size), ((0, 24), (0, 13), (7, 24)))
     with lifted():
         got, wanted = tiny.step(tiny.patched(stock), batch), tiny.step(stock, batch)
     assert not rows

@@ -69,7 +69,7 @@ def test_a_run_that_ran_out_fits_when_it_starts_again(arguments, monkeypatch, tm
     text = str(raised.value)
     assert text.startswith("CUDA out of memory.") and len(raised.value.args) == 1
     (entry,) = json.loads((tmp_path / memory.FILE).read_text())
-    assert {"model", "card", "trained", "ranks", "dtype", "measured"} == entry.keys()
+    assert {"model", "card", "trained", "ranks", "autocast", "measured"} == entry.keys()
     assert "layers not checkpointed" in text and str(tmp_path / memory.FILE) in text
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
     capfd.readouterr()

@@ -65,17 +65,16 @@ class Options:
                 "hfpatch: device cuda needs a GPU that torch sees, and there is none. Pass cpu, "
                 "or simulate the step."
             )
-        return ("cuda" if there else "cpu") if self.device == "auto" else self.device
+        found = "cuda" if there else "cpu"
+        return found if self.device == "auto" else self.device
 
     @property
     def torch_dtype(self):
         import torch
 
         # CPUs without AMX multiply bfloat16 many times slower. The report names the dtype.
-        name = (
-            ("bfloat16" if self.on == "cuda" else "float32") if self.dtype == "auto" else self.dtype
-        )
-        return getattr(torch, name)
+        usual = "bfloat16" if self.on == "cuda" else "float32"
+        return getattr(torch, usual if self.dtype == "auto" else self.dtype)
 
 
 def words_of(checkpointing) -> list[str]:

@@ -197,8 +197,11 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
     storages = {id(x.untyped_storage()) for x in inputs}
     if not schema_of(func).is_mutable and all(id(x.untyped_storage()) in storages for x in outputs):
         return 0
-    read = inputs[1:] if name == "copy_" else () if name in _WRITE_ALONE else inputs
-    return sum(map(bytes_of, (*read, *outputs)))
+    if name == "copy_":
+        inputs = inputs[1:]
+    elif name in _WRITE_ALONE:
+        inputs = []
+    return sum(map(bytes_of, (*inputs, *outputs)))
 
 
 def _written(func, args) -> list:
@@ -259,7 +262,8 @@ def cpu_scratch_bytes(func, args) -> int:
     backward = name.endswith("backward")
     q, k = args[1:3] if backward else args[0:2]
     rows, columns, width = q.shape[2], k.shape[2], q.shape[3]
-    rows = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
+    block = next(size for size, least in ((256, 768), (64, 192), (32, 0)) if rows >= least)
+    rows = min(rows, block)
     columns = min(columns, 512)
     cells = 2 * rows * columns if backward else rows * columns + 2 * rows + rows * width
     return 4 * cells * torch.get_num_threads()

@@ -49,8 +49,8 @@ class Shadows:
         with real_tensors():
             copy = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
             copy.copy_(real)
-            self._real[key] = (weakref.ref(storage, lambda _, key=key: self._real.pop(key, None)),
-                               copy.untyped_storage())  # fmt: skip
+            gone = weakref.ref(storage, lambda _: self._real.pop(key, None))
+            self._real[key] = (gone, copy.untyped_storage())
 
     def get(self, fake: Tensor):
         """The real tensor behind fake, which shares memory with the other views of its storage.
