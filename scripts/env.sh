@@ -23,7 +23,7 @@ make_env() {
         local seen=--system-site-packages
         [ "${HFPATCH_BARE:-0}" = 1 ] && seen=
         "$PYTHON" -m venv $seen "$HFPATCH_VENV" || {
-            echo "hfpatch: $PYTHON cannot make a virtual environment; install its venv module (python3-venv)." >&2
+            echo "hfpatch: $PYTHON cannot make a virtual environment. Install its venv module (python3-venv)." >&2
             return 2
         }
         [ -z "$seen" ] || "$PYTHON" - "$HFPATCH_VENV" <<'PY'
@@ -38,7 +38,7 @@ PY
     local torch
     if torch=$(python -c 'import torch; print(torch.__version__)' 2>/dev/null); then
         if [ "$(printf '%s\n' "$HFPATCH_OLDEST_TORCH" "$torch" | sort -V | head -1)" != "$HFPATCH_OLDEST_TORCH" ]; then
-            echo "hfpatch: expected torch $HFPATCH_OLDEST_TORCH or newer, $torch is here and is not replaced; update it, or set" \
+            echo "hfpatch: torch must be $HFPATCH_OLDEST_TORCH or newer, got $torch, which is not replaced. Update it, or set" \
                 "HFPATCH_BARE=1 HFPATCH_VENV=/a/new/folder for an environment of its own." >&2
             return 2
         fi

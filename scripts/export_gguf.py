@@ -52,15 +52,15 @@ def export(
     if kind not in TYPES:
         raise ValueError(f"hfpatch: --type must be one of {', '.join(TYPES)}, got {kind}.")
     if out.exists() and not force:
-        raise ValueError(f"hfpatch: {out} exists; give another name or --force.")
+        raise ValueError(f"hfpatch: {out} exists. Give another name or --force.")
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"hfpatch: {folder} holds a LoRA adapter; merge it (merge_and_unload) and export the "
+            f"hfpatch: {folder} holds a LoRA adapter. Merge it (merge_and_unload) and export the "
             "result."
         )
     if not (folder / "config.json").exists():
         raise ValueError(
-            f"hfpatch: no config.json in {folder}; give the folder that save_pretrained wrote."
+            f"hfpatch: no config.json in {folder}. Give the folder that save_pretrained wrote."
         )
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.model_type != "llama":
@@ -139,7 +139,7 @@ def _rope(config) -> dict:
     rope.setdefault("rope_type", rope.pop("type", "default"))
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         raise ValueError(
-            f"hfpatch: RoPE scaling {rope['rope_type']!r} has no exact form here; use llama.cpp's "
+            f"hfpatch: RoPE scaling {rope['rope_type']!r} has no exact form here. Use llama.cpp's "
             "converter."
         )
     return rope
@@ -175,19 +175,19 @@ def _write_tokenizer(writer, folder: Path, vocab_size: int, pre: str | None) -> 
     path = folder / "tokenizer.json"
     if not path.exists():
         raise ValueError(
-            f"hfpatch: no tokenizer.json in {folder}; save the tokenizer beside the model."
+            f"hfpatch: no tokenizer.json in {folder}. Save the tokenizer beside the model."
         )
     spec = json.loads(path.read_text(encoding="utf-8"))
     model = spec["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ValueError(
             f"hfpatch: the tokenizer must be a byte-level BPE, got {model.get('type')}"
-            f"{' with byte fallback' if model.get('byte_fallback') else ''}; use llama.cpp's "
+            f"{' with byte fallback' if model.get('byte_fallback') else ''}. Use llama.cpp's "
             "converter."
         )
     if not model["merges"]:
         raise ValueError(
-            "hfpatch: the tokenizer has no merges, which llama.cpp cannot load; train it with at "
+            "hfpatch: the tokenizer has no merges, which llama.cpp cannot load. Train it with at "
             "least one."
         )
     tokens = {index: token for token, index in model["vocab"].items()}
@@ -197,8 +197,8 @@ def _write_tokenizer(writer, folder: Path, vocab_size: int, pre: str | None) -> 
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if max(tokens) >= vocab_size:
         raise ValueError(
-            f"hfpatch: token id {max(tokens)} is beyond the model's vocab_size {vocab_size}; "
-            "resize_token_embeddings before exporting."
+            f"hfpatch: token id {max(tokens)} is beyond the model's vocab_size {vocab_size}. "
+            "Call resize_token_embeddings before exporting."
         )
     for index in range(vocab_size):
         if index not in tokens:
@@ -238,7 +238,7 @@ def _pre_tokenizer(spec: dict | None) -> str:
     if len(steps) == 2 and byte_level and pattern == LLAMA3_SPLIT:
         return "llama-bpe"
     raise ValueError(
-        "hfpatch: the tokenizer splits text in a way no known llama.cpp pre-tokenizer does; name "
+        "hfpatch: the tokenizer splits text in a way no known llama.cpp pre-tokenizer does. Name "
         "one with --pre."
     )
 
@@ -255,13 +255,13 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         out = sorted(str(file) for file in named.values() if Path(file).name != file)
         if out:
             raise ValueError(
-                f"hfpatch: {index} names {out[0]!r}, which leads out of its folder; do not use it."
+                f"hfpatch: {index} names {out[0]!r}, which leads out of its folder. Do not use it."
             )
         return {name: folder / file for name, file in named.items()}
     single = folder / "model.safetensors"
     if not single.exists():
         raise ValueError(
-            f"hfpatch: no model.safetensors in {folder}; merge the sharded checkpoint first."
+            f"hfpatch: no model.safetensors in {folder}. Merge the sharded checkpoint first."
             " See docs/guides/export.md."
         )
     with safe_open(single, framework="pt") as file:
@@ -306,7 +306,7 @@ def _expected_tensors(config, where: dict) -> dict[str, tuple[int, ...]]:
             else f"holds {extra[0]}, which config.json does not describe"
         )
         raise ValueError(
-            f"hfpatch: the checkpoint {what}; export the folder that save_pretrained wrote."
+            f"hfpatch: the checkpoint {what}. Export the folder that save_pretrained wrote."
         )
     return wanted
 
@@ -341,12 +341,12 @@ def _encode(tensor: torch.Tensor, name: str, shape, config, kind: str) -> np.nda
     values = tensor.float().numpy()
     if not np.isfinite(values).all():
         raise ValueError(
-            f"hfpatch: expected finite weights, {name} holds nan or infinity; export another "
+            f"hfpatch: weights must be finite, and {name} holds nan or infinity. Export another "
             "checkpoint."
         )
     qtype = _stored_type(shape, kind)
     if qtype == gguf.GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
-        raise ValueError(f"hfpatch: {name} has values beyond float16; export with --type bf16.")
+        raise ValueError(f"hfpatch: {name} has values beyond float16. Export with --type bf16.")
     return gguf.quantize(values, qtype)
 
 

@@ -78,7 +78,7 @@ while True:
         break
     except (OSError, UnicodeError) as error:
         if time.monotonic() > end:
-            print(f"hfpatch: MASTER_ADDR: no host {address} is known after {seconds:.0f} s ({error}); correct it.", file=sys.stderr)
+            print(f"hfpatch: MASTER_ADDR: no host {address} is known after {seconds:.0f} s ({error}). Correct it.", file=sys.stderr)
             sys.exit(2)
         time.sleep(1)
 WAIT

@@ -138,7 +138,7 @@ if [ ${#ALL[@]} -gt 0 ]; then
             suite_with 'transformers==5.0.*'
         ) || status=1
     else
-        echo "hfpatch: expected python3.10, the oldest that setup.cfg names, it is not here; set PYTHON_OLDEST=/path/to/it." >&2
+        echo "hfpatch: python3.10, the oldest that setup.cfg names, is missing. Set PYTHON_OLDEST=/path/to/it." >&2
         status=1
     fi
 fi

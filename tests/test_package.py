@@ -177,7 +177,7 @@ def test_installing_never_replaces_the_torch_that_is_there(torch, code, tmp_path
     installs = [line for line in log.read_text().splitlines() if "pip install" in line]
     if code:
         assert (
-            f"expected torch 2.11 or newer, {torch} is here and is not replaced" in done.stderr
+            f"torch must be 2.11 or newer, got {torch}, which is not replaced" in done.stderr
             and not installs
         )
     else:

@@ -14,13 +14,14 @@ def allowed_error(lost: float, step: float) -> float:
 def share_of_allowed(got: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
     """The error of a result over the allowed one: above 1 it fails, and NaN is infinite.
 
-    plain: what plain PyTorch computes in the same dtype. exact: in float64. An exact result of
-    zeros is infinite too: it shows nothing, and a device that computes nothing gives it.
+    plain: what plain PyTorch computes in the same dtype; its error counts up to a quarter of the
+    largest value, so that zeros do not excuse zeros. exact: in float64. An exact result of zeros
+    is infinite too: it shows nothing, and a device that computes nothing gives it.
     """
     exact = exact.to(got.device)
     largest = exact.abs().max().item()
     if largest == 0:
         return math.inf
     error, lost = ((x.double() - exact).abs().max().item() for x in (got, plain))
-    share = error / allowed_error(lost, torch.finfo(dtype).eps * largest)
+    share = error / allowed_error(min(lost, largest / 4), torch.finfo(dtype).eps * largest)
     return math.inf if math.isnan(share) else share

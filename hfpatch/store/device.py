@@ -167,7 +167,7 @@ class CudaDevice(Device):
     def to_host(self, values: Tensor) -> Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)  # to pageable memory the host waits twice
-        self.current().synchronize()
+        self.synchronize(self.mark())
         return host
 
     def from_host(self, values: Tensor) -> Tensor:

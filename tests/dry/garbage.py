@@ -35,7 +35,8 @@ def documents_are_true() -> None:
             here.idle_BT = ~here.given[0].bool()  # computed on the device from labels
         found = real(here, *rest)
         # The copy to the host that a GPU makes.
-        documents.on_host(torch.cat([mark.reshape(-1) for mark in found]).to(batch.device))
+        made = torch.cat([mark.reshape(-1) for mark in found]).pin_memory()
+        documents.on_host(made.to(batch.device, non_blocking=True))
         return found
 
     documents._marks = marks

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import gc
 import io
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ import stub
 import torch
 from seconds import Priced
 
+import hfpatch
 from hfpatch.lab.hardware import GPUS
 from hfpatch.layer.traits import layers_in
 
 GiB = 2**30
+TRULY = re.compile(r"garbage\.py:\d+ on_host")  # a wait for a true answer, which no GPU has
 COPYING = collections.Counter()  # of the step: seconds of the host in the calls of copies
 
 
@@ -222,8 +225,6 @@ def patch(model, case: Case):
     """Applies hfpatch, Liger or nothing. Returns hfpatch's report, or None."""
     kind, _, checkpointed = case.way.partition(" ")
     if kind == "hfpatch":
-        import hfpatch
-
         settings = case.checkpointing
         if isinstance(settings, dict):
             settings = hfpatch.Checkpointing(**settings)
@@ -412,6 +413,12 @@ def raised(place: str, backward: bool = False):
     return act
 
 
+def undone(model, batch: dict) -> None:
+    """undo() right behind a backward gives pinned memory back."""
+    loss_of(model, batch).backward()
+    hfpatch.undo(model)
+
+
 def whole(model, batch: dict) -> None:
     """Layers cannot be tiled from now on: a hook of the user's is inside."""
     for layer in layers_of(model):
@@ -454,7 +461,7 @@ def held_late(model, batch: dict, now: bool) -> None:
     """The same in the midst of a step, which did not plan for it."""
     if now:
         hook = OfAnEngine(lambda *_: held(model, batch, now, gib=6))
-        layers_of(model)[-1].register_forward_pre_hook(hook)
+        model.model.norm.register_forward_pre_hook(hook)
 
 
 def referred(model, batch: dict, now: bool) -> None:
@@ -507,6 +514,7 @@ ACTIONS = {
     "raise in mlp": raised("mlp"),
     "raise in q": raised("self_attn.q_proj"),
     "raise in gradient": raised("mlp.down_proj", backward=True),
+    "undone": undone,
     "whole": whole,
     "written at rest": written_at_rest,
     "hold": from_step(3, held),
@@ -539,6 +547,7 @@ def seen(left_out: list):
     from hfpatch.store.transfers import Ticket, Transfers
 
     host_bytes, to_host = CudaDevice.host_bytes, Packed._to_host
+    values_to_host = CudaDevice.to_host
 
     def clocked(real):
         """Counts the thread's seconds of every copy's calls."""
@@ -565,6 +574,11 @@ def seen(left_out: list):
         stub.host_uses("w" if writes else "r", block)
         return host_bytes(self, block, writes)
 
+    def noted_values(self, values):
+        host = values_to_host(self, values)
+        stub.host_uses("r", host)
+        return host
+
     def noted_to_host(self, transfers):
         """From here on the user may read the weights."""
         to_host(self, transfers)
@@ -576,6 +590,7 @@ def seen(left_out: list):
             real = getattr(CudaDevice, name)
             stack.enter_context(mock.patch.object(CudaDevice, name, waits(real)))
         stack.enter_context(mock.patch.object(CudaDevice, "host_bytes", noted_bytes))
+        stack.enter_context(mock.patch.object(CudaDevice, "to_host", noted_values))
         for kind, name in product((Transfers, Ticket), ("save", "settle", "fetch", "wait", "done")):
             if real := vars(kind).get(name):
                 stack.enter_context(mock.patch.object(kind, name, clocked(real)))
@@ -664,7 +679,7 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         snapshot = tracking.get_tracker_snapshot("peak")
         row["tracked_peak"] = snapshot[torch.device("cuda:0")]["Total"]
     own = collections.Counter(
-        {where: count for where, count in waits.found.items() if "garbage.py" not in where[1]}
+        {where: count for where, count in waits.found.items() if not TRULY.search(where[1])}
     )
     row |= {
         "allocated_before": before["allocated_bytes.all.current"],

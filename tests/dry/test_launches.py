@@ -11,9 +11,9 @@ TILES = {"LoRA on all linear layers": {"adapters": "lora"}, "experts": {"model":
 
 
 def per_layer(dry, tokens: int, **case) -> dict:
-    """A sixth of what six more layers add. Host seconds are the least of the last six steps."""
+    """A twelfth of what twelve more layers add. Host seconds are the least of the last six steps."""
     found = []
-    for layers in (2, 8):
+    for layers in (2, 14):
         alone = "liger" in case.get("way", "")  # Liger patches the family for the whole process
         case = {"model": MODEL} | case
         ran = dry.run(layers=layers, rows=[(1, tokens)] * 8, alone=alone, **case)
@@ -23,7 +23,7 @@ def per_layer(dry, tokens: int, **case) -> dict:
         launches = step["launches_forward"], step["launches_backward"]
         found.append((*launches, *seconds))
     names = ("forward", "backward", "forward_ms", "backward_ms")
-    values = [(more - less) / 6 for less, more in zip(*found)]
+    values = [(more - less) / 12 for less, more in zip(*found)]
     return dict(zip(names, (values[0], values[1], 1e3 * values[2], 1e3 * values[3])))
 
 
@@ -41,7 +41,7 @@ def test_a_layer_that_keeps_all_launches_less_than_others(tokens, dry, table):
     total = {way: values["forward"] + values["backward"] for way, values in found.items()}
     assert all(total["hfpatch"] < total[way] for way in WAYS[1:]), total
     seconds = {way: v["forward_ms"] + v["backward_ms"] for way, v in found.items()}
-    assert seconds["hfpatch"] < seconds["stock checkpointed"], seconds
+    assert seconds["hfpatch"] < min(seconds["stock checkpointed"], seconds["liger checkpointed"])
 
 
 @pytest.mark.long

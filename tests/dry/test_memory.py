@@ -13,10 +13,11 @@ RESERVED = 1.10
 RESERVED_OF = {
     "131k, LoRA": 1.17,  # one layer keeps half of all that is allocated, in pieces of 1 to 7 GiB
 }
-# What was announced is this much above the peak at most, before a layer kept all once ("at most").
-UNTRIED = 0.12
+# What was announced differs from the peak by this share at most.
+OFF = 0.03
+OFF_OF = {"131k, LoRA": 0.12}  # the card has no room to try a layer more, and "at most" stays
 # What the last line of a policy announces.
-ANNOUNCED = re.compile(r"(at most )?([\d.]+) of [\d.]+ GiB of the device")
+ANNOUNCED = re.compile(r"([\d.]+) of [\d.]+ GiB of the device")
 MODEL = "llama-3.1-8b"
 long = pytest.mark.long
 LORA = {"adapters": "lora float32", "optimizer": "adamw"}
@@ -58,9 +59,9 @@ def test_steps_settle_on_what_fits(name, dry, table):
     )
     announced = [found for s in ran.steps for found in ANNOUNCED.findall(s["said"])]
     if announced:
-        untried, planned = announced[-1]
-        table("memory", name, "announced, GiB", float(planned))
-        assert peak == pytest.approx(float(planned), rel=UNTRIED if untried else 0.03)
+        planned = float(announced[-1])
+        table("memory", name, "announced, GiB", planned)
+        assert peak == pytest.approx(planned, rel=OFF_OF.get(name, OFF))
     table("memory", name, "first peak, GiB", ran.steps[0]["allocated_peak"] / GiB)
     table("memory", name, "peak, GiB", peak, CARD)
     most = RESERVED_OF.get(name, RESERVED) * highest
@@ -85,15 +86,9 @@ def test_steps_settle_on_what_fits(name, dry, table):
 
 @long
 @pytest.mark.parametrize(
-    "tokens, checkpointing, off",
-    [
-        (8192, "auto", 0.03),
-        (32768, "auto", 0.06),  # a layer more or less keeps everything
-        (131072, "auto", 0.03),
-        (131072, "least", 0.03),
-    ],
+    "tokens, checkpointing", [(8192, "auto"), (32768, "auto"), (131072, "auto"), (131072, "least")]
 )
-def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, off, dry, table):
+def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, dry, table):
     """Without the plan's slack, which is for what the allocator holds beyond its peak."""
     case = {"rows": [(1, tokens)] * 5, "optimizer": "adamw", "checkpointing": checkpointing}
     ran = dry.run(MODEL, layers=32, **case)
@@ -108,9 +103,8 @@ def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, off, dry, table
     table("a plan and its steps", name, "peak, GiB", peak)
     table("a plan and its steps", name, "planned over the link, GiB", plan.link_bytes / GiB)
     table("a plan and its steps", name, "over the link, GiB", sum(link))
-    assert peak == pytest.approx(planned, rel=off)
-    if checkpointing == "least":
-        assert sum(link) == pytest.approx(plan.link_bytes / GiB, rel=0.01)
+    assert peak == pytest.approx(planned, rel=OFF)
+    assert sum(link) == pytest.approx(plan.link_bytes / GiB, rel=0.01)
 
 
 @long
@@ -189,9 +183,17 @@ def test_lengths_that_vary_lose_no_memory(dry, table):
     ran = dry.run(MODEL, layers=32, rows=rows, optimizer="adamw")
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
     peaks = [step["allocated_peak"] / GiB for step in ran.steps]
-    for i, peak in enumerate(peaks):
+    for i, (peak, step) in enumerate(zip(peaks, ran.steps)):
         table("lengths", f"step {i}, {rows[i][1]:,} tokens", "peak, GiB", peak, CARD)
+        settled = rows[:i].count(rows[i]) > 1
+        announced = ANNOUNCED.findall(step["said"])
+        off = OFF if settled else 2 * OFF
+        assert not announced or peak == pytest.approx(float(announced[0]), rel=off)
+        assert not (settled and step["mallocs"]), "the third step of a length allocates"
     assert min(peaks[3:]) >= 0.75 * CARD and max(peaks) <= CARD
+    reserved = max(step["reserved_peak"] for step in ran.steps) / GiB
+    table("lengths", "all steps", "reserved, GiB", reserved, RESERVED * max(peaks))
+    assert reserved <= RESERVED * max(peaks) and not any(step["retries"] for step in ran.steps)
 
 
 def test_memory_runs_out_where_it_would_and_auto_fits(dry, table):

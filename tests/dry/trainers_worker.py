@@ -1,4 +1,4 @@
-"""Trainers on the dry device, under program.py: trainers_worker.py sft|grpo|twice FOLDER."""
+"""Trainers on the dry device, under program.py: trainers_worker.py sft|grpo|twice|again|verified FOLDER."""
 
 import json
 import sys
@@ -100,7 +100,57 @@ def twice(folder: str) -> dict:
     }  # fmt: skip
 
 
+def again(folder: str) -> dict:
+    """A run whose memory runs out in its fourth step, where something else takes 6 GiB, and its next
+    start, where the same happens."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+    class Other(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **_):
+            steps.held_late(model, {}, state.global_step == 3)
+
+    said = []
+    torch.cuda.set_per_process_memory_fraction(24 * GiB / torch.cuda.mem_get_info()[1])
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        model, ours = model_of(8, 32768), hfpatch.Callback(apply=True)
+        trainer = Trainer(
+            model=model, args=TrainingArguments(folder, max_steps=6, optim="sgd", **COMMON),
+            train_dataset=rows(6, 32768), data_collator=default_data_collator,
+            callbacks=[ours, Other()],
+        )  # fmt: skip
+        ours.attach(trainer)
+        try:
+            trainer.train()
+        except torch.OutOfMemoryError as error:
+            said.append(str(error))
+        ended = trainer.state.global_step
+        model = ours = trainer = None
+        steps.cleared()
+    peak = torch.cuda.max_memory_allocated() / GiB
+    assert len(said) == 1 and ended == 6 and peak > 0.7 * 24, (said, ended, peak)
+    assert "hfpatch: out of memory in a step of 1 x 32,768 tokens" in said[0], said[0]
+    return {"steps": ended, "peak_gib": peak}
+
+
+def verified(folder: str) -> dict:
+    """hfpatch.verify of a model whose frozen weights wait on the host, which trains before and after."""
+    away = {"frozen_weights": "host"}
+    case = steps.Case("llama-3.1-8b", 2, adapters="lora qv", checkpointing=away)
+    model, ids = steps.build(case), torch.randint(1000, (1, 512), device="cuda")
+    steps.patch(model, case)
+    for _ in range(2):
+        steps.loss_of(model, {"input_ids": ids, "labels": ids}).backward()
+        frozen = [
+            p for p in model.base_model.model.model.layers.parameters() if not p.requires_grad
+        ]
+        assert {p.device.type for p in frozen} == {"cpu"}
+        found = hfpatch.verify(model, {"input_ids": ids})
+    assert found.gradients == 8  # two for each of two projections of two layers
+    return {"gradients": found.gradients}
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     kind, folder = sys.argv[1:]
-    print("\n" + json.dumps({"sft": sft, "grpo": grpo, "twice": twice}[kind](folder)))
+    print("\n" + json.dumps(globals()[kind](folder)))

@@ -145,7 +145,7 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ),
         ({"seed": -1}, "--seed must be 0 or more and 4294967295 or less, got -1"),
         ({"data_seed": 2**32}, "--data_seed must be"),
-        ({"time_limit": -1}, "--time_limit must be 0 or more, got -1.0"),
+        ({"time_limit": -1}, "--time_limit must be 0 or more, got -1"),
         ({"learning_rate": "nan"}, "--learning_rate must be more than 0, got nan"),
         ({"learning_rate": "inf"}, "--learning_rate must be more than 0, got inf"),
         ({"max_steps": 0}, "--max_steps must be 1 or more"),

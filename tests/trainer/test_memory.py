@@ -1,6 +1,5 @@
-"""Memory that runs out: what is said, what is kept, and a second start that fits."""
+"""Memory that runs out: what is said and kept. That a second start fits: tests/dry/test_programs.py."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,16 +7,12 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.lab.presets import preset_config
-from hfpatch.lab.simulate import simulator
-from hfpatch.lab.simulate.implementations import build
 from hfpatch.trainer import memory
 from hfpatch.trainer.callback import Callback
 from tests.layer.deep import tiny_llama, tokens
-from tests.layer.devices import Counters, OfLedger, Told, on_device
+from tests.layer.devices import Counters, Told, on_device
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
-GiB, TOKENS = 1 << 30, 16384
 
 
 @pytest.fixture
@@ -26,57 +21,6 @@ def arguments(tmp_path):
         output_dir=str(tmp_path), device="cpu", world_size=1, bf16=True, fp16=False,
         per_device_train_batch_size=1,
     )  # fmt: skip
-
-
-def start(arguments, limit: float, surprise: float, monkeypatch) -> list:
-    """Steps of a run on a device of `limit` GiB. In the last, something that nobody saw before
-    takes `surprise` GiB once all layers have run. Returns the gauges.
-    """
-    config = preset_config("llama-3.2-1b") | {"num_hidden_layers": 6, "vocab_size": 8192}
-    model = build(config)
-    hfpatch.apply(model)
-    model._hfpatch_logits = False
-    on_device(monkeypatch, OfLedger, size=int(limit * GiB))
-    gauges = []
-
-    def takes_more(*_):
-        gauges[:] = [meter.gauge for meter in memory.meters(model)]
-        if gauges[0].read().allocated + surprise * GiB > limit * GiB:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-    def run(model, follower, ids, labels):
-        memory.begin(model, arguments)
-        try:
-            for at in range(4):
-                if at == 3:
-                    model.model.norm.register_forward_pre_hook(takes_more)
-                model(input_ids=ids, labels=labels).loss.backward()
-                model.zero_grad(set_to_none=True)
-        except torch.OutOfMemoryError as error:
-            memory.explain(model, arguments, (1, TOKENS), error)
-            raise
-
-    monkeypatch.setattr(simulator, "train_step", run)
-    simulator.simulate(model, 1, TOKENS)
-    return gauges
-
-
-def test_a_run_that_ran_out_fits_when_it_starts_again(arguments, monkeypatch, tmp_path, capfd):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # `hfpatch train` sets it
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        start(arguments, 8.0, 2.5, monkeypatch)
-    text = str(raised.value)
-    assert text.startswith("CUDA out of memory.") and len(raised.value.args) == 1
-    (entry,) = json.loads((tmp_path / memory.FILE).read_text())
-    assert {"model", "card", "trained", "ranks", "autocast", "measured"} == entry.keys()
-    assert "layers not checkpointed" in text and str(tmp_path / memory.FILE) in text
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
-    capfd.readouterr()
-    (gauge,) = start(arguments, 8.0, 2.5, monkeypatch)  # without an error
-    assert gauge.top + 2.5 * GiB > 0.7 * 8.0 * GiB
-    said = capfd.readouterr().err
-    assert said.count(str(tmp_path / memory.FILE)) == 1
 
 
 def test_what_another_training_measured_is_not_used(arguments, monkeypatch, tmp_path, capfd):
