@@ -27,7 +27,7 @@ FOLDERS = {
     "planner": (945, 11880),  # argparse's messages in the form of all others, for who mistypes
     "decoder": (1103, 13750),
     "ops": (913, 12548),
-    "cli": (747, 8015),
+    "cli": (747, 8030),
     "context": (724, 8402),
     "store": (539, 5402),
     "kernels": (566, 9154),

@@ -110,6 +110,12 @@ def under_its_own_name():
     return ForCausalLMLoss
 
 
+def of_a_class(loss):
+    return lambda model: setattr(
+        model, "__class__", type("OfAUser", (tiny.LlamaForCausalLM,), {"loss_function": loss})
+    )
+
+
 LOSSES = {
     # how the model's loss is set -> whether the fused one may run in its place
     "stock": (lambda model: None, True),
@@ -118,6 +124,8 @@ LOSSES = {
                                              functools.wraps(ForCausalLMLoss)(mean_square)), False),
     "theirs": (lambda model: setattr(model, "loss_function", under_its_own_name()), False),
     "loss_type": (lambda model: setattr(model, "loss_type", "ForMaskedLM"), False),
+    "a method": (of_a_class(lambda self, *args, **more: mean_square(*args, **more)), False),
+    "a property": (of_a_class(property(lambda self: mean_square)), False),
     # transformers: the causal one
     "a loss_type nobody knows": (lambda model: setattr(model, "loss_type", "Mine"), True),
 }  # fmt: skip

@@ -65,8 +65,13 @@ _LONG = re.compile(r"(\S{200})\S{100,}")
 _SECRET = re.compile(r"\bhf_\w{6,}")
 
 
-# Other names of a flag, from transformers' own scripts and TRL.
-SPELLINGS = {"--seq-len": ("--seq-length", "--max-length")}
+# Other names of a flag: those of `hfpatch train`, transformers and TRL.
+SPELLINGS = {
+    "--seq-len": ("--seq-length", "--max-length"),
+    "--batch": ("--per-device-train-batch-size",),
+    "--placement": ("--engine",),
+    "--lora-target": ("--lora-target-modules",),
+}
 
 
 class Parser(argparse.ArgumentParser):

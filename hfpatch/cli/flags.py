@@ -1,5 +1,7 @@
 """Flags that mean the same in every command: checkpointing of decoder layers, and adapters."""
 
+from argparse import SUPPRESS
+
 from hfpatch.budget.policy import CHECKPOINTING
 from hfpatch.lab.adapters import ALL_LINEAR, BASES, Adapters
 
@@ -28,6 +30,8 @@ def add_adapters(add) -> None:
         choices=list(BASES),
         help="of --lora-r: how the base's weights are kept (bf16)",
     )
+    for bits in ("4bit", "8bit"):  # the names of `hfpatch train`
+        add(f"--load-in-{bits}", dest="base", action="store_const", const=bits, help=SUPPRESS)
     add(
         "--lora-target",
         default=ALL_LINEAR,

@@ -13,6 +13,7 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import ModelOutput
@@ -137,11 +138,13 @@ class FusedCausalLM(TellsPositions):
 
     @property
     def loss_function(self):
-        if current.target is not None and current.target[0] is self:
+        if current.target and current.target[0] is self:
             return self._hfpatch_loss
-        if torch.compiler.is_compiling():  # dynamo cannot trace a property behind a property
-            named = LOSS_MAPPING.get(getattr(self, "loss_type", None), ForCausalLMLoss)
-            return own_loss(self) or named
+        stock = type(self)._hfpatch_base.loss_function is PreTrainedModel.loss_function
+        if torch.compiler.is_compiling() and stock:  # dynamo cannot trace it behind this property
+            return own_loss(self) or LOSS_MAPPING.get(
+                getattr(self, "loss_type", None), ForCausalLMLoss
+            )
         return super().loss_function
 
     @loss_function.setter
@@ -282,8 +285,8 @@ class FusedCausalLM(TellsPositions):
         if self._hfpatch_logits != "auto":
             return not self._hfpatch_logits
         # In evaluation small logits are returned.
-        logits = labels.numel() * self.config.get_text_config().vocab_size
-        return self.training or logits * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
+        columns = self.config.get_text_config().vocab_size
+        return self.training or labels.numel() * columns * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
 
     def _tell(self, words: str) -> None:
         """Warns, and adds a line to the report, once per message."""

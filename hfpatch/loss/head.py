@@ -7,7 +7,7 @@ states, weight and bias, so the hooks of engines around the call gather a sharde
 import torch
 from torch import Tensor, nn
 from transformers.loss import loss_utils
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfpatch.compat import (
     hooked_forward,
@@ -15,7 +15,6 @@ from hfpatch.compat import (
     in_fsdp2,
     modules_of,
     output_hooks,
-    own_loss,
     parameters_of,
     user_hooks,
 )
@@ -97,10 +96,9 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
 def why_whole_logits(model: nn.Module, head: nn.Module) -> str | None:
     """Why this model's loss runs through whole logits, or None where it is fused: the loss is
     transformers' causal one, and a call of the head can compute it."""
-    kind = getattr(model, "loss_type", None) or "ForCausalLM"
-    loss = own_loss(model) or LOSS_MAPPING.get(kind, ForCausalLMLoss)
-    if loss is not ForCausalLMLoss:
-        return f"its loss is {getattr(loss, '__name__', type(loss).__name__)}"
+    loss = model.loss_function
+    if loss not in (ForCausalLMLoss, model._hfpatch_loss):
+        return f"its loss is {getattr(loss, '__qualname__', type(loss).__name__)}"
     return _replaced() or why_not_fused(head)
 
 

@@ -205,6 +205,7 @@ class Head:
     A call in another mode of autograd than the forward's (no_grad, a checkpoint) returns real ones.
     """
 
+    @torch.compiler.disable  # dynamo cannot trace autograd's mode
     def __init__(self, head: nn.Module):
         self._head = head
         self._mode = autograd_mode()
@@ -212,7 +213,7 @@ class Head:
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
         # None in a call from another thread.
-        owner = None if current.target is None else current.target[0]
+        owner = current.target and current.target[0]
         plain = kwargs or len(args) != 1 or autograd_mode() != self._mode
         if owner is None or owner._hfpatch_head() is not self._head or plain:
             return self._head(*args, **kwargs)

@@ -131,7 +131,8 @@ class Ladder:
         for _ in range(STEPS if way == SETTLED and cost.kinds else 0):
             self._note(call, cost)
             found = self._next(call, cost)
-            if any(found.keeps_all) and self._unknown(call):
+            unknown = any(k is not None and self.steps.kinds[k].kept is None for k in call.kinds)
+            if any(found.keeps_all) and unknown:
                 # a run tries one layer of each kind alone
                 self.steps.try_keeping_all(run.seq_len, policy, ahead)
                 found = self._next(call, cost)
@@ -171,9 +172,6 @@ class Ladder:
         call.loss.put(rows, cost.loss if first else min(cost.loss, call.loss.most(rows)))
         if first or cost.exact:
             call.tiled.put(rows, cost.tiled)
-
-    def _unknown(self, call: Call) -> bool:
-        return any(k is not None and self.steps.kinds[k].kept is None for k in call.kinds)
 
     def _next(self, call: Call, cost: Cost):
         """The next step's budget.measured.StepPlan."""

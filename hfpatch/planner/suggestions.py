@@ -30,11 +30,10 @@ def suggestions(run: Run, plan: Plan, asked: str) -> list:
     if length := longest(run, names):
         offers.add(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
                    f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
-    return sorted(offers.found, key=_seconds_and_bytes)
-
-
-def _seconds_and_bytes(offer: dict) -> tuple:
-    return round(offer["step_seconds"], 1), offer["gpu_peak_bytes"] + offer["host_peak_bytes"]
+    return sorted(
+        offers.found,
+        key=lambda o: (round(o["step_seconds"], 1), o["gpu_peak_bytes"] + o["host_peak_bytes"]),
+    )
 
 
 class Offers:

@@ -49,7 +49,9 @@ def test_a_flag_wins_over_the_file_and_a_model_needs_no_flag(tmp_path, capsys):
     file.write_text(file.read_text() + "rope_scaling: {rope_type: yarn, factor: 32.0}\n")
     assert planned(capsys, str(file))["positions"] is None, "the run extends them"
     assert planned(capsys, str(file), "--seq-len", "8k")["seq_len"] == 8192
-    assert planned(capsys, "llama-tiny", "--seq-len", "8k", "--gpu", "16GiB")["gpu"] == "16GiB"
+    assert planned(
+        capsys, *"llama-tiny --max_length 8k --lora_r 8 --load_in_4bit --engine auto".split()
+    ) == planned(capsys, *"llama-tiny --seq-len 8k --lora-r 8 --base 4bit --placement auto".split())
 
 
 @pytest.mark.parametrize("text, words", [

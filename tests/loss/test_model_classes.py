@@ -131,8 +131,9 @@ class WeighsByItsLoss(Base):
     def scored(self, hidden, logits, labels, **kwargs):
         with torch.no_grad():
             others = self.lm_head(hidden), logits[:1]
-        weight = self.loss_of(others[0] * 0.5, labels) + self.loss_of(others[1], labels[:1])
-        return self.loss_of(logits, labels, **kwargs) * weight
+        return self.loss_of(logits, labels, **kwargs) * (
+            self.loss_of(others[0] * 0.5, labels) + self.loss_of(others[1], labels[:1])
+        )
 
 
 class RunsTheHeadAgain(Base):
@@ -233,8 +234,9 @@ def test_the_loss_has_the_dtype_of_the_heads_call():
     stock = tiny.llama(OutsideAutocast)
     models = stock, tiny.patched(stock, checkpointing="off", rope=False, rms_norm=False, mlp=False)
     with torch.autocast("cpu", torch.bfloat16):
-        losses = [model(**tiny.labelled()).loss for model in models]
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            *(model(**tiny.labelled()).loss for model in models), rtol=1e-6, atol=0
+        )
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}

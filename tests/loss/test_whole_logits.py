@@ -121,4 +121,4 @@ def test_the_loss_is_not_the_peak(tokens):
     hfpatch.apply(model)
     found = simulate(model, 1, tokens, policy=replace(LEAST, tile=8192))
     assert found.peak_phase == "backward"
-    assert found.most_beyond_bytes / 2**30 <= {8192: 1.8, 32768: 2.9, 131072: 6.3}[tokens]
+    assert found.most_beyond_bytes / 2**30 <= {8192: 1.8, 32768: 3.3, 131072: 6.3}[tokens]
