@@ -285,6 +285,39 @@ def test_the_first_layer_that_keeps_all_holds_its_input_too_which_others_do_not(
     assert meter.step.ran == meter.step.plan.keeps_all == [False, True, True, True]
 
 
+@pytest.mark.parametrize("now, ran", [(100, True), (120, False)])
+def test_a_layer_keeps_all_only_if_it_fits_into_what_is_free_as_it_begins(now, ran):
+    """Whatever the plan says: somebody's tensor may have come since."""
+    gauge = Card()
+    meter = Meter(gauge, list, 4)
+    meter.kinds["a"] = Kind(kept=100)
+    meter.begin()
+    meter.step.rows = 1
+    meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, False])
+    gauge.now = now
+    assert meter.layer(1, "a", 0) == ran
+    gauge.now = 200  # the one behind it has room
+    assert meter.layer(2, "a", 0)
+
+
+def test_frozen_layers_below_the_first_trained_one_keep_nothing(monkeypatch, capfd):
+    """No host memory is asked for them, and no line counts them."""
+    asked = []
+    first = policies.first_policy
+    monkeypatch.setattr(
+        policies, "first_policy", lambda *a, **k: asked.append(k["layers"]) or first(*a, **k)
+    )
+    model = tiny_llama()
+    hfpatch.apply(model)
+    on_device(monkeypatch, Told)
+    for part in (model.model.embed_tokens, *model.model.layers[:2]):
+        part.requires_grad_(False)
+    step(model)
+    (meter,) = model.model._hfpatch.runtime.meters.values()
+    assert [kind is None for kind in meter.step.forward.kinds] == [True, True, False]
+    assert asked[-1] == 1 and "tokens: 1 keep" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("gates_in, room", [(1, 20), (3, 80)])
 def test_a_layer_that_keeps_all_begins_without_sources_of_copies_that_are_over(gates_in, room):
     """Of gate and up, if the two layers before sent none: holes of their size would stay."""

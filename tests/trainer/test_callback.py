@@ -86,6 +86,23 @@ def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, mo
     assert counted == [2 * 16] * 2 * 3
 
 
+def test_passes_without_a_gradient_are_no_training(tmp_path, monkeypatch):
+    """As those of DPO's reference, which runs in training mode."""
+    counted = []
+    monkeypatch.setattr(Work, "flops", lambda self, B, T, *rest: counted.append(B * T) or 1.0)
+    trainer = make_trainer(tmp_path, Callback())
+    loss = trainer.compute_loss
+
+    def compute_loss(model, inputs, *rest, **named):
+        with torch.no_grad():
+            model(**inputs)
+        return loss(model, inputs, *rest, **named)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    assert counted == [2 * 16] * 3
+
+
 def test_model_is_left_without_hooks(tmp_path):
     trainer = make_trainer(tmp_path, Callback())
     trainer.train()
