@@ -271,33 +271,20 @@ class Card(Told):
         return None
 
 
-def test_the_first_layer_that_keeps_all_holds_its_input_too_which_others_do_not():
-    """Later ones share theirs with the layer before. If each were taken to keep as much as the first,
-    they would run tiled although there is room."""
+@pytest.mark.parametrize("stands, tiled", [((0, 0, 108, 208), 1), ((0, 100, 100, 208), 2)])
+def test_a_layer_keeps_all_if_it_fits_into_what_is_free_as_it_begins(stands, tiled):
+    """The first one that keeps all holds its input too, which later ones share with the layer before.
+    If each were taken to keep as much as the first, they would run tiled although there is room. Of
+    a tensor of the user's that came since the plan, one more has no room."""
     gauge = Card()
     meter = Meter(gauge, list, 4)
     meter.kinds["a"] = Kind(kept=100)
     meter.begin()
     meter.step.rows = 1
     meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, True])
-    for index, gauge.now in enumerate([0, 0, 108, 208]):
+    for index, gauge.now in enumerate(stands):
         meter.layer(index, "a", 0)
-    assert meter.step.ran == meter.step.plan.keeps_all == [False, True, True, True]
-
-
-@pytest.mark.parametrize("now, ran", [(100, True), (120, False)])
-def test_a_layer_keeps_all_only_if_it_fits_into_what_is_free_as_it_begins(now, ran):
-    """Whatever the plan says: somebody's tensor may have come since."""
-    gauge = Card()
-    meter = Meter(gauge, list, 4)
-    meter.kinds["a"] = Kind(kept=100)
-    meter.begin()
-    meter.step.rows = 1
-    meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, False])
-    gauge.now = now
-    assert meter.layer(1, "a", 0) == ran
-    gauge.now = 200  # the one behind it has room
-    assert meter.layer(2, "a", 0)
+    assert meter.step.ran == meter.step.plan.keeps_all == [i >= tiled for i in range(4)]
 
 
 def test_frozen_layers_below_the_first_trained_one_keep_nothing(monkeypatch, capfd):

@@ -77,30 +77,19 @@ def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
         assert written[:3] == pytest.approx([entry[column] for entry in lines], rel=1e-6)
 
 
-def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
+def test_tokens_are_counted_over_accumulation_and_not_without_gradients(tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr(Work, "flops", lambda self, B, T, *rest: counted.append(B * T) or 1.0)
-    make_trainer(
+    trainer = make_trainer(
         tmp_path, Callback(), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1
-    ).train()
-    assert counted == [2 * 16] * 2 * 3
-
-
-def test_passes_without_a_gradient_are_no_training(tmp_path, monkeypatch):
-    """As those of DPO's reference, which runs in training mode."""
-    counted = []
-    monkeypatch.setattr(Work, "flops", lambda self, B, T, *rest: counted.append(B * T) or 1.0)
-    trainer = make_trainer(tmp_path, Callback())
+    )
     loss = trainer.compute_loss
-
-    def compute_loss(model, inputs, *rest, **named):
-        with torch.no_grad():
-            model(**inputs)
-        return loss(model, inputs, *rest, **named)
-
-    trainer.compute_loss = compute_loss
+    trainer.compute_loss = lambda model, inputs, *rest, **named: (
+        torch.no_grad()(model.__call__)(**inputs),  # as DPO's reference
+        loss(model, inputs, *rest, **named),
+    )[1]
     trainer.train()
-    assert counted == [2 * 16] * 3
+    assert counted == [2 * 16] * 2 * 3
 
 
 def test_model_is_left_without_hooks(tmp_path):
