@@ -39,7 +39,7 @@ _PUBLIC = {
 }
 # The oldest versions that work, as in setup.cfg; pip checks them when it installs, but not what
 # came later.
-OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
+OLDEST = {"torch": (2, 11), "transformers": (5, 5)}
 
 __all__ = [
     "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply",

@@ -117,10 +117,10 @@ def test_version(capsys):
 
 def test_the_oldest_versions_are_those_of_the_metadata(setup):
     needs = setup["options"]["install_requires"].split()
-    assert needs == ["torch>=2.11", "transformers>=5.0,<6"]
-    assert hfpatch.OLDEST == {"torch": (2, 11), "transformers": (5, 0)}
+    assert needs == ["torch>=2.11", "transformers>=5.5,<6"]
+    assert hfpatch.OLDEST == {"torch": (2, 11), "transformers": (5, 5)}
     assert SUPPORTED["torch"][0] == (2, 11) and SUPPORTED["transformers"] == (
-        (5, 0),
+        (5, 5),
         (6,),
     )
     assert setup["options"]["python_requires"] == ">=3.10" and SUPPORTED["python"][0] == (
@@ -129,7 +129,7 @@ def test_the_oldest_versions_are_those_of_the_metadata(setup):
     )
     assert "HFPATCH_OLDEST_TORCH=2.11 " in (ROOT / "scripts" / "env.sh").read_text()
     script = (ROOT / "scripts" / "test.sh").read_text()
-    for oldest in ("python3.10", "torch==2.11.*", "transformers==5.0.*"):
+    for oldest in ("python3.10", "torch==2.11.*", "transformers==5.5.*"):
         assert oldest in script, f"test.sh --all does not run {oldest}"
 
 

@@ -29,11 +29,6 @@ def not_before_transformers(version: tuple, reason: str):
     )
 
 
-def not_with_transformers_5_0(reason: str):
-    """The same of the oldest."""
-    return not_before_transformers((5, 1), reason)
-
-
 def covering(*axes) -> list:
     """All rows of a grid, for parametrize: the plain suite runs so many that each value is in one of
     them; `test.sh --all` the rest.

@@ -34,27 +34,21 @@ def record_outputs_like(made: type, base: type) -> None:
 @functools.cache
 def _collector():
     """transformers' variable for the outputs that output_hidden_states, output_router_logits and
-    the like collect, or None."""
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return None
+    the like collect."""
+    from transformers.utils.output_capturing import _active_collector
+
     return _active_collector
 
 
 def collected_now() -> dict:
     """The lists to which this forward's recorded outputs are added; empty without any."""
-    collector = _collector()
-    return (None if collector is None else collector.get()) or {}
+    return _collector().get() or {}
 
 
 @contextmanager
 def collecting(lists: dict):
     """A context in which recorded outputs are added to these lists."""
     collector = _collector()
-    if collector is None:
-        yield
-        return
     token = collector.set(lists)
     try:
         yield
@@ -108,26 +102,19 @@ OUR_EXPERTS = "hfpatch"
 STANDARD_EXPERTS = (None, "eager", "grouped_mm")
 
 
-@functools.cache
-def _expert_tables() -> tuple:
-    """transformers' tables of functions that run fused experts; empty in versions without them."""
-    try:
-        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:
-        return ()
-    return ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
-
-
 def register_experts(function) -> None:
-    """Registers the function in these tables as OUR_EXPERTS."""
-    for table in _expert_tables():
+    """Registers the function in transformers' tables of functions that run fused experts, as
+    OUR_EXPERTS."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    for table in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
         table.register(OUR_EXPERTS, function)
 
 
 def experts_of(config) -> str | None:
     """The name of a config's experts function; "" for a config without that field."""
-    return getattr(config, "_experts_implementation_internal", "") if _expert_tables() else ""
+    return getattr(config, "_experts_implementation_internal", "")
 
 
 def name_experts(config, name: str | None) -> None:

@@ -13,7 +13,7 @@ _CHOOSES = (
 
 
 def run_scans_plainly(model: nn.Module) -> None:
-    """Turns kernels off in mixers of transformers 5.0: on a CPU they raise if the config asks for
+    """Turns kernels off in the mixers of older models: on a CPU they raise if the config asks for
     kernels, which is its default.
     """
     for module in model.modules():

@@ -305,8 +305,7 @@ def _small_stack(
         else scaled_config(config, len(at), at)
     )
     if derived:
-        # configs of transformers 5.0 lack __post_init__
-        getattr(small, "__post_init__", lambda: None)()
+        small.__post_init__()
     with torch.device("meta"):
         empty = stack_class(small)
     parameters = sum(p.numel() for p in empty.parameters())

@@ -34,7 +34,7 @@ WORSE = [
     (
         {"versions": {"transformers": "4.57.6"}},
         "transformers 4.57.6 is not supported",
-        "transformers>=5.0,<6",
+        "transformers>=5.5,<6",
     ),
     (
         {"versions": {"transformers": "6.0.0.dev0"}},

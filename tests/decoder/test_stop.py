@@ -18,16 +18,11 @@ from hfpatch.decoder import verdict
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 
 
-BY_FORWARDS = tiny.not_with_transformers_5_0(
-    "records router logits by forwards on instances, which it finds a tile at a time"
-)
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "llama",
-        pytest.param("gpt_oss", marks=BY_FORWARDS),
+        "gpt_oss",
         pytest.param("falcon_h1", marks=pytest.mark.long),
     ],
 )

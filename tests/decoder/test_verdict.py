@@ -332,7 +332,6 @@ _ODD = {  # sizes, and how many layers are tiled
 }  # fmt: skip
 
 
-@tiny.not_with_transformers_5_0("has them in other states")
 @pytest.mark.parametrize(
     "name",
     [
@@ -438,7 +437,7 @@ def test_what_makes_a_weight_is_called_as_in_transformers():
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("zamba2", marks=tiny.not_with_transformers_5_0("cannot build one")), "rwkv"],
+    ["zamba2", "rwkv"],
 )
 def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
     """Zamba 2's config computes head sizes once, from the real sizes; RWKV's weights begin by a
@@ -452,7 +451,6 @@ def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
     )
 
 
-@tiny.not_with_transformers_5_0("cannot build GLM-4V from its own defaults")
 @pytest.mark.parametrize(
     "kind",
     [

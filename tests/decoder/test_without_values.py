@@ -37,7 +37,6 @@ def trained(like, **given):
     return loss
 
 
-@tiny.not_with_transformers_5_0("asks torch for autocast there, which torch 2.11 has not")
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("how", SETTINGS)
 def test_a_step_on_the_meta_device(how, name):

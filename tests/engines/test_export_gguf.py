@@ -105,12 +105,6 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
-READS = tiny.not_with_transformers_5_0(
-    "takes the version of gguf, N/A to it, for one that is too old"
-)
-
-
-@READS
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_f32_comes_back_exactly(tmp_path, tied):
     model = make_folder(tmp_path / "hf", tie_word_embeddings=tied)
@@ -123,7 +117,6 @@ def test_f32_comes_back_exactly(tmp_path, tied):
     assert ("output.weight" in tensors) is not tied and "rope_freqs.weight" not in tensors
 
 
-@READS
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
 def test_smaller_types_are_one_rounding_away(tmp_path, kind):
     """Each weight is the nearest value of its type, and the logits are those of a model with just

@@ -189,9 +189,6 @@ def test_trls_trainers(engine, lora, tmp_path):
         )
 
 
-@tiny.not_with_transformers_5_0(
-    "has a Trainer that asks accelerate for a mesh of Ulysses', and experts that run untiled"
-)
 @pytest.mark.parametrize("engine", tiny.longer(["ulysses", "context"], "ulysses"))
 def test_sequence_parallel(engine, single, tmp_path):
     """Through Trainer: losses, norms and weights of one process; resumed in the middle of an epoch,

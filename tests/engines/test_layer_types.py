@@ -4,11 +4,9 @@ callback: each step is that of one process. (What it still refuses: tests/traine
 
 import numerics
 import pytest
-import tiny
 import torch
 from test_launch import torchrun
 
-pytestmark = tiny.not_with_transformers_5_0("has a Trainer that asks accelerate for another mesh")
 WINDOWS = ("gemma3_text", "gpt_oss", "mistral")
 
 

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
 from test_launch import HERE, ROOT, torchrun
@@ -35,7 +34,6 @@ def check(reports: list[dict], n_cases: int) -> None:
         }
 
 
-@tiny.not_with_transformers_5_0("runs experts' layers whole, of which packed rows are refused")
 def test_gradients_are_those_of_one_process(tmp_path):
     """Fewer KV heads than ranks, batch 1 and 2, packed, padded, zigzag, LoRA, every,
     tiers, saved or not, no label on a rank.

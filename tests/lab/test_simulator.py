@@ -270,9 +270,6 @@ SCANS = {
 }  # fmt: skip
 
 
-@tiny.not_with_transformers_5_0(
-    "writes these scans in another way, of which plans of short steps alone end"
-)
 @pytest.mark.parametrize(
     "family, implementation",
     tiny.longer(

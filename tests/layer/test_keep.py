@@ -3,7 +3,6 @@ with less computed.
 """
 
 import pytest
-import tiny
 import torch
 from tiny import gradients, largest_difference
 
@@ -113,14 +112,8 @@ MORE = (
 )
 
 
-BY_FORWARDS = tiny.not_with_transformers_5_0(
-    "records router logits by forwards on instances: a layer with them is left alone"
-)
-MOE = pytest.param("qwen3_moe", marks=BY_FORWARDS)
-
-
 @pytest.mark.parametrize(
-    "family", [MOE, *FAMILIES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)]
+    "family", ["qwen3_moe", *FAMILIES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)]
 )
 def test_each_family_keeps_what_it_can(family, monkeypatch):
     found, kept = [], set()

@@ -7,7 +7,6 @@ for gradients of order 1.
 """
 
 import pytest
-import tiny
 import torch
 from tiny import OfAnEngine, classes, gradients, largest_difference, stock_loss
 
@@ -180,9 +179,6 @@ def test_dropout_is_the_same_when_run_again():
     assert abs(slope - measured) < 1e-5 * max(1.0, abs(measured))
 
 
-@tiny.not_with_transformers_5_0(
-    "rounds to float32 between OPT's layers, so that no step tells the slope"
-)
 @pytest.mark.parametrize("every", [1, 2])
 def test_draws_that_no_module_tells_of_are_the_same_when_run_again(every, monkeypatch):
     """F.dropout in a layer's own forward (OPT, whose checkpoints drop a tenth), at a rate raised

@@ -21,9 +21,6 @@ TILE = hfpatch.Checkpointing(offload="host", tile=16)
 # Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged:
 #     what is fused is tested elsewhere.
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
-OWN_MASK = tiny.not_with_transformers_5_0(
-    "builds the masks of hybrids in their own code, with which layers run untiled, said in the report"
-)
 HYBRIDS = {  # the mixer of its first layer, a module behind it
     "lfm2": ("conv", "feed_forward.w1"),
     "falcon_h1": ("mamba", "feed_forward.gate_proj"),
@@ -65,7 +62,6 @@ def falcon():
     return families.small_model("falcon_h1")
 
 
-@OWN_MASK
 @pytest.mark.parametrize("name", names())
 def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
     """Twice, forward and backward, as with any checkpointing. With holes in the mask all runs untiled,
@@ -119,7 +115,6 @@ def packed_and_apart(rows: int):
     return given | n, pieces
 
 
-@OWN_MASK
 @pytest.mark.parametrize(
     "name",
     [
@@ -159,7 +154,6 @@ def test_packed_documents_do_not_see_each_other(name, way, falcon):
     assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
 
 
-@OWN_MASK
 def test_positions_that_jump_inside_a_document_part_it_as_in_transformers():
     """Attention that runs inside a mixer took what stands between two restarts for one document."""
     stock = families.small_model("gpt_neo")
@@ -189,7 +183,6 @@ def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(n
         assert_close(step(ours, counted)[2], wanted)
 
 
-@tiny.not_with_transformers_5_0("makes such masks in float32 alone")
 @pytest.mark.parametrize(
     "name",
     [
@@ -242,7 +235,6 @@ def test_packed_rows_are_refused_where_no_small_instance_tells(monkeypatch):
         ours(**given | {"position_ids": torch.arange(40).expand(2, -1)})
 
 
-@OWN_MASK
 def test_documents_are_apart_also_where_masks_are_made_without_positions():
     """OPT embeds them and tells its masks nothing; its keys' biases have no gradient but rounding,
     which is no difference.
@@ -270,7 +262,6 @@ def of_shares(stock, given, pieces):
     return {name: weight.grad for name, weight in stock.named_parameters()}
 
 
-@OWN_MASK
 def test_documents_are_apart_also_where_the_model_drops_positions():
     """Mamba's causal model takes them and tells its layers nothing; without our layers the mixers
     would see across.

@@ -19,7 +19,6 @@ from hfpatch.layer.shared_keys import SharedKeys
 from hfpatch.layer.why_whole import why
 from tests.decoder.test_families import batch, step
 
-pytestmark = tiny.not_with_transformers_5_0("has no Gemma 4, and Gemma 3n keeps them in its cache")
 SLIDING, FULL = "sliding_attention", "full_attention"
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,

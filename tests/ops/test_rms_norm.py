@@ -70,11 +70,7 @@ def test_values_and_gradients(shape, dtype, name):
 @pytest.mark.parametrize(
     "x_dtype, w_dtype", [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP16)]
 )
-@pytest.mark.parametrize("family", [
-    pytest.param(f, id=n, marks=[tiny.not_with_transformers_5_0("divides by a root there")]
-                 if n == "gemma3n" else [])
-    for n, f in FAMILIES.items()
-])  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_rounds_where_the_family_rounds(family, x_dtype, w_dtype):
     if INTERPRET and BF16 in (x_dtype, w_dtype):
         pytest.skip("Triton's interpreter truncates to bf16")
