@@ -18,10 +18,8 @@ graph_task = torch._C._current_graph_task_id
 
 
 def autograd_mode() -> tuple:
-    """Whether autograd records, and the hooks through which it saves tensors (a checkpoint's); of
-    these a compiled graph has none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    return torch.is_grad_enabled(), None if torch.compiler.is_compiling() else hooks(True)
+    """Whether autograd records, and the hooks through which it saves tensors (a checkpoint's)."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def transforming() -> bool:

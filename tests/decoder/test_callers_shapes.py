@@ -187,6 +187,7 @@ ROTARY = {
 }
 
 
+@tiny.not_before_transformers((5, 16), "scales angles by other lengths")
 @pytest.mark.parametrize("kind", ROTARY)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rotary_scalings_count_padding(kind, side, rows, monkeypatch):  # noqa: F811

@@ -271,18 +271,38 @@ class Card(Told):
         return None
 
 
-def test_the_first_layer_that_keeps_all_holds_its_input_too_which_others_do_not():
-    """Later ones share theirs with the layer before. If each were taken to keep as much as the first,
-    they would run tiled although there is room."""
+@pytest.mark.parametrize("stands, tiled", [((0, 0, 108, 208), 1), ((0, 100, 100, 208), 2)])
+def test_a_layer_keeps_all_if_it_fits_into_what_is_free_as_it_begins(stands, tiled):
+    """The first one that keeps all holds its input too, which later ones share with the layer before.
+    If each were taken to keep as much as the first, they would run tiled although there is room. Of
+    a tensor of the user's that came since the plan, one more has no room."""
     gauge = Card()
     meter = Meter(gauge, list, 4)
     meter.kinds["a"] = Kind(kept=100)
     meter.begin()
     meter.step.rows = 1
     meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, True])
-    for index, gauge.now in enumerate([0, 0, 108, 208]):
+    for index, gauge.now in enumerate(stands):
         meter.layer(index, "a", 0)
-    assert meter.step.ran == meter.step.plan.keeps_all == [False, True, True, True]
+    assert meter.step.ran == meter.step.plan.keeps_all == [i >= tiled for i in range(4)]
+
+
+def test_frozen_layers_below_the_first_trained_one_keep_nothing(monkeypatch, capfd):
+    """No host memory is asked for them, and no line counts them."""
+    asked = []
+    first = policies.first_policy
+    monkeypatch.setattr(
+        policies, "first_policy", lambda *a, **k: asked.append(k["layers"]) or first(*a, **k)
+    )
+    model = tiny_llama()
+    hfpatch.apply(model)
+    on_device(monkeypatch, Told)
+    for part in (model.model.embed_tokens, *model.model.layers[:2]):
+        part.requires_grad_(False)
+    step(model)
+    (meter,) = model.model._hfpatch.runtime.meters.values()
+    assert [kind is None for kind in meter.step.forward.kinds] == [True, True, False]
+    assert asked[-1] == 1 and "tokens: 1 keep" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("gates_in, room", [(1, 20), (3, 80)])

@@ -77,12 +77,18 @@ def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
         assert written[:3] == pytest.approx([entry[column] for entry in lines], rel=1e-6)
 
 
-def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
+def test_tokens_are_counted_over_accumulation_and_not_without_gradients(tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr(Work, "flops", lambda self, B, T, *rest: counted.append(B * T) or 1.0)
-    make_trainer(
+    trainer = make_trainer(
         tmp_path, Callback(), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1
-    ).train()
+    )
+    loss = trainer.compute_loss
+    trainer.compute_loss = lambda model, inputs, *rest, **named: (
+        torch.no_grad()(model.__call__)(**inputs),  # as DPO's reference
+        loss(model, inputs, *rest, **named),
+    )[1]
+    trainer.train()
     assert counted == [2 * 16] * 2 * 3
 
 
