@@ -41,28 +41,29 @@ def key(model, args) -> dict:
 
 
 def read(folder) -> list[dict]:
-    """The entries of a run's folder; none if the file is missing or broken."""
+    """The entries of a run's folder; none without a folder, or if the file is missing or broken."""
     try:
         found = json.loads((Path(folder) / FILE).read_text())
-    except (OSError, ValueError):
+    except (OSError, TypeError, ValueError):
         return []
     return found if isinstance(found, list) else []
 
 
 def begin(model, args) -> None:
-    """Gives the model's meters what this run's earlier starts measured."""
-    wanted, used = key(model, args), False
-    for entry in read(args.output_dir):
-        if any(entry.get(name) != value for name, value in wanted.items()):
-            continue
-        for runtime in runtimes_in(model):
-            meter = runtime.meter_of(torch.device(args.device))
-            if meter is not None and not meter.calls:
-                meter.load(entry["measured"])
-                used = True
+    """Gives the model's meters what this run's earlier starts measured, or else the run whose
+    checkpoint it continues."""
+    wanted, used = key(model, args), None
+    for folder in (args.output_dir, args.resume_from_checkpoint):
+        for entry in read(folder):
+            if any(entry.get(name) != value for name, value in wanted.items()):
+                continue
+            for runtime in runtimes_in(model):
+                meter = runtime.meter_of(torch.device(args.device))
+                if meter is not None and not meter.calls:
+                    meter.load(entry["measured"])
+                    used = Path(folder) / FILE
     if used:
-        path = Path(args.output_dir) / FILE
-        say(f"layers start with what an earlier run measured that fits ({path}).")
+        say(f"layers start with what an earlier run measured that fits ({used}).")
 
 
 def write(model, args, folder=None) -> Path | None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("exact_loss")
 def arguments(tmp_path):
     return SimpleNamespace(
         output_dir=str(tmp_path), device="cpu", world_size=1, bf16=True, fp16=False,
-        per_device_train_batch_size=1,
+        per_device_train_batch_size=1, resume_from_checkpoint=None,
     )  # fmt: skip
 
 
@@ -85,6 +85,11 @@ def test_what_was_measured_goes_with_the_checkpoint(monkeypatch, tmp_path):
     Trainer(model, args, train_dataset=rows, callbacks=[Callback()]).train()
     found = [memory.read(folder) for folder in (tmp_path, tmp_path / "checkpoint-2")]
     assert found[0] == found[1] and found[0][0]["measured"]["kinds"]
+    hfpatch.undo(model)
+    hfpatch.apply(model)
+    args.output_dir, args.resume_from_checkpoint = str(tmp_path / "b"), tmp_path / "checkpoint-2"
+    memory.begin(model, args)
+    assert all(meter.calls for meter in memory.meters(model)) and memory.meters(model)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1}'])
