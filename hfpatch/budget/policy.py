@@ -272,16 +272,15 @@ def describe(policy: Checkpointing, num_layers: int, below: int = 0) -> str:
     s, verb = ("s", "keep") if plain > 1 else ("", "keeps")
     said = [f"{plain} layer{s} {verb} everything"] * (plain > 0)
     if tiled:
-        kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
+        its, keep = ("its", "keeps") if tiled == 1 else ("their", "keep")
+        kept = [f"{its} input" if policy.every == 1 else f"one input in {policy.every}"]
         kept += ["attention"] * policy.saves_attention
         if policy.keep > below:
             share = f" (in {policy.keep - below} of them)"
             kept.append("gate and up" + share * (policy.keep < below + tiled))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         said.append(
-            f"{tiled} keep{'s' if tiled == 1 else ''} {listed} {_WHERE[policy.tier]}, "
-            f"in tiles of {policy.tile:,} tokens"
+            f"{tiled} {keep} {listed} {_WHERE[policy.tier]}, in tiles of {policy.tile:,} tokens"
         )
-    if policy.frozen_weights == "host":
-        said.append("frozen weights come from the host")
+    said += ["frozen weights come from the host"] * (policy.frozen_weights == "host")
     return "; ".join(said)
