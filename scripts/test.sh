@@ -8,7 +8,7 @@
 #                                   (HFPATCH_HOSTS="lightning ms_swift" names some; HFPATCH_BARE=0 uses the torch that is here)
 #   bash scripts/test.sh --dry      tests/dry alone: a CUDA build of torch on a driver that computes nothing (tests/dry/README.md),
 #                                   in environments of its own (4 GB each), and an 8B model at 131,072 tokens to watch;
-#                                   --dry short: four minutes of it, and a line instead where no CUDA build can be had
+#                                   --dry short: two minutes of it, and a line instead where no CUDA build can be had
 #   bash scripts/test.sh --docs     also every command of README and docs/, at tiny size (five minutes; alone: --docs tests/docs)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
 #   HFPATCH_TEST_WORKERS=1          how many processes share the tests without a GPU (as many as there are cores, up to four)
