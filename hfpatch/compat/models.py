@@ -102,19 +102,27 @@ OUR_EXPERTS = "hfpatch"
 STANDARD_EXPERTS = (None, "eager", "grouped_mm")
 
 
-def register_experts(function) -> None:
-    """Registers the function in transformers' tables of functions that run fused experts, as
-    OUR_EXPERTS."""
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+@functools.cache
+def _expert_tables() -> tuple:
+    """transformers' tables of functions that run fused experts; empty where they need Triton and it
+    is missing."""
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return ()
+    return ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
 
-    for table in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+
+def register_experts(function) -> None:
+    """Registers the function in these tables as OUR_EXPERTS."""
+    for table in _expert_tables():
         table.register(OUR_EXPERTS, function)
 
 
 def experts_of(config) -> str | None:
     """The name of a config's experts function; "" for a config without that field."""
-    return getattr(config, "_experts_implementation_internal", "")
+    return getattr(config, "_experts_implementation_internal", "") if _expert_tables() else ""
 
 
 def name_experts(config, name: str | None) -> None:
