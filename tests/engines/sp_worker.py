@@ -98,7 +98,7 @@ def main(engine: str, folder: str) -> None:
     if engine == "neox":
         given = {
             "make": common.make_neox,
-            "rows": common.make_rows(positions=True),
+            "rows": rows,
             "max_steps": 2,
             "save_strategy": "no",
         }
