@@ -122,17 +122,15 @@ torch's memory-efficient kernel.
 
 ## Versions
 
-Tested with Python 3.11; torch 2.13 (CPU); triton 3.9; transformers 5.0 to 5.24; accelerate 1.15;
+Tested with Python 3.11; torch 2.13 (CPU); triton 3.9; transformers 5.5 to 5.24; accelerate 1.15;
 deepspeed 0.19.8; liger-kernel 0.8.5; trl 1.16; peft 0.21. The oldest that work are torch 2.11 and
-transformers 5.0. Some things need more:
+transformers 5.5. Some things need more:
 
 | you want | you need |
 | --- | --- |
-| layers of hybrids and OPT in tiles | transformers above 5.0 |
 | mixers of hybrids in tiles through time; Qwen3-Next with flash-linear-attention | transformers 5.16 |
-| experts within the planned memory in a layer of one tile | transformers 5.4 ([figures](../profiles/plan/README.md)) |
 | FSDP config files in a Trainer | transformers 5.17 |
-| Ulysses | accelerate 1.12, transformers above 5.0 |
+| Ulysses | accelerate 1.12 |
 | tensor parallelism that saves | transformers 5.18 |
 
 Kernels are written for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942. Each compiles there without
