@@ -39,7 +39,7 @@ from hfpatch.decoder.batch import (
     without_unread_cache,
 )
 from hfpatch.decoder.find import list_of_layers
-from hfpatch.decoder.unpadded import packed_row
+from hfpatch.decoder.unpadded import packed_row, runs_as_tried
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import PatchedLayer, why_not_shared
 from hfpatch.layer.traits import Patched
@@ -91,7 +91,7 @@ class PatchedStack(KeepsSignature):
         ours = [m for held in layers for m in held.modules() if isinstance(m, PatchedLayer)]
         # The layers read what is found here. One that is not as tried, or a mixer that remembers
         # padding, may read it.
-        as_tried = [look(m).reason in (None, m._hfpatch.traits.reason) for m in ours]
+        as_tried = [runs_as_tried(m) for m in ours]
         traits, runtime = self._hfpatch.traits, self._hfpatch.runtime
         watched = traits.mixers and not traits.unpads or not all(as_tried)
         given = read_batch(self, kwargs, watched)

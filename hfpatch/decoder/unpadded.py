@@ -110,13 +110,18 @@ def packed_row(given: Given, traits: StackTraits, layers, batch: Batch) -> Packe
     return PackedRow(batch, bounds, N) if 0 < N < given.B * given.T else None
 
 
+def runs_as_tried(layer: PatchedLayer) -> bool:
+    """Whether a layer runs in tiles, or untiled for the reason that its small instance had."""
+    return look(layer).reason in (None, layer._hfpatch.traits.reason)
+
+
 def _as_tried(layer) -> bool:
     """Whether a layer behaves as in the small instance, on rows of any length. A layer compiled by
     itself would be compiled for each length. A layer with other modules in it may mix tokens, and
     one that runs untiled may remember padding."""
     if not isinstance(layer, PatchedLayer) or compiled_by_itself(layer):
         return False
-    return look(layer).reason in (None, layer._hfpatch.traits.reason)
+    return runs_as_tried(layer)
 
 
 def _rounded(tokens: int) -> int:
