@@ -274,8 +274,8 @@ class Card(Told):
 @pytest.mark.parametrize("stands, tiled", [((0, 0, 108, 208), 1), ((0, 100, 100, 208), 2)])
 def test_a_layer_keeps_all_if_it_fits_into_what_is_free_as_it_begins(stands, tiled):
     """The first one that keeps all holds its input too, which later ones share with the layer before.
-    If each were taken to keep as much as the first, they would run tiled although there is room. Of
-    a tensor of the user's that came since the plan, one more has no room."""
+    If each were taken to keep as much as the first, they would run tiled although there is room. A
+    tensor that the user made after the plan leaves room for one layer less."""
     gauge = Card()
     meter = Meter(gauge, list, 4)
     meter.kinds["a"] = Kind(kept=100)
