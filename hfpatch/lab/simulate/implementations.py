@@ -95,8 +95,6 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
             except ValueError:  # sdpa cannot compute the family's attention (sinks)
                 model = auto.from_config(made, dtype=dtype, attn_implementation="eager")
         run_scans_plainly(model)
-        # transformers 5.0 leaves tying to the loading of weights on the meta device.
-        model.tie_weights()
     except Exception as error:  # each family raises its own class for junk
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
