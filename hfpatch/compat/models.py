@@ -83,12 +83,10 @@ def names_attention(config) -> bool:
     return hasattr(config, "_attn_implementation")
 
 
-def name_attention(config, name: str | None) -> str | None:
-    """Sets the attention of this config alone; the property's setter would write into sub-configs
-    too. Returns the previous name."""
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = name
-    return before
+def attention_row(config, name: str | None) -> tuple:
+    """(table, key, name) by which this config alone names that attention; the property's setter
+    would write into sub-configs too."""
+    return vars(config), "_attn_implementation_internal", name
 
 
 def run_experts_plainly(config) -> None:
@@ -125,9 +123,9 @@ def experts_of(config) -> str | None:
     return getattr(config, "_experts_implementation_internal", "") if _expert_tables() else ""
 
 
-def name_experts(config, name: str | None) -> None:
-    """Sets that name in this config alone."""
-    config._experts_implementation_internal = name
+def experts_row(config, name: str | None) -> tuple:
+    """(table, key, name) by which this config alone names that function."""
+    return vars(config), "_experts_implementation_internal", name
 
 
 def gate_of(module: nn.Module):

@@ -296,12 +296,7 @@ def _put_back(before: list[tuple[dict, str, object]]) -> None:
         put(*row)
 
 
-@contextmanager
 def unwatched():
     """A context in which no hook on all modules of the process runs."""
-    noted = {n: _EVERYWHERE[n] for n in _ON_ALL if _EVERYWHERE.get(n)}
-    _EVERYWHERE.update({n: type(hooks)() for n, hooks in noted.items()})
-    try:
-        yield
-    finally:
-        _EVERYWHERE.update(noted)
+    held = [(name, _EVERYWHERE[name]) for name in _ON_ALL if name in _EVERYWHERE]
+    return values_for_now([(_EVERYWHERE, name, type(hooks)()) for name, hooks in held])

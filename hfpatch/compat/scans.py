@@ -2,9 +2,10 @@
 
 import inspect
 import sys
-from contextlib import contextmanager
 
 from torch import nn
+
+from hfpatch.compat.modules import values_for_now
 
 _CHOOSES = (
     # its wrappers run a package's kernel in place of the function that they wrap
@@ -21,26 +22,20 @@ def run_scans_plainly(model: nn.Module) -> None:
             module.use_fast_kernels = False
 
 
-@contextmanager
 def plain_scans():
     """A context in which transformers' mixers run its own code in place of packages' kernels
     (causal_conv1d, mamba_ssm, flash-linear-attention), which support no CPU, float64 or fake
     tensors.
     """
-    before = []
-    try:
-        for file in [
-            m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")
-        ]:
-            for name, value in list(vars(file).items()):
-                plain = _plain_form(value, vars(file))
+    rows = []
+    for file, module in list(sys.modules.items()):
+        if file.startswith("transformers.models."):
+            names = vars(module)
+            for name, value in names.items():
+                plain = _plain_form(value, names)
                 if plain is not None:
-                    before.append((file, name, value))
-                    setattr(file, name, plain)
-        yield
-    finally:
-        for file, name, value in reversed(before):
-            setattr(file, name, value)
+                    rows.append((names, name, plain))
+    return values_for_now(rows)
 
 
 def _plain_form(value, names: dict):

@@ -25,10 +25,11 @@ from hfpatch.compat import (
     OUR_EXPERTS,
     STANDARD_EXPERTS,
     attention_of,
+    attention_row,
     experts_of,
-    name_attention,
-    name_experts,
+    experts_row,
     ulysses,
+    values_for_now,
 )
 from hfpatch.context.masks import Batch, Mask
 
@@ -227,15 +228,9 @@ def asks_for_hidden_states(model, kwargs) -> bool:
     return bool(getattr(model.config, "output_hidden_states", False) if asked is None else asked)
 
 
-@contextmanager
 def asking(role):
     """A context in which layers meet `role` at their attention."""
-    before = current.role
-    try:
-        current.role = role  # inside: Ctrl-C may come between any two lines
-        yield role
-    finally:
-        current.role = before
+    return having(role=role)
 
 
 def not_exchanged(what: str) -> ValueError:
@@ -249,78 +244,46 @@ def not_exchanged(what: str) -> ValueError:
 # --- which configs name our attention now ---------------------------------------------------------
 
 
-@dataclass
-class _Borrowed:
-    """A config that names our attention, and what it names itself."""
-
-    config: object
-    attention: str | None
-    experts: str | None
-    depth: int = 0  # contexts that name ours
+# What a config names itself while it names ours.
+_Own = namedtuple("_Own", "attention experts")
+_borrowed: dict[int, _Own] = {}  # by id(config)
 
 
-_borrowed: dict[int, _Borrowed] = {}  # by id(config)
+def _own(config) -> _Own:
+    """What a config names when ours is not entered."""
+    return _borrowed.get(id(config)) or _Own(attention_of(config), experts_of(config))
 
 
-@contextmanager
 def our_attention(configs, batch: Batch | None):
-    """A context in which the configs name our attention, and masks describe `batch`."""
-    before, entered = current.batch, []
-    try:
-        current.batch = batch
-        for config in configs:
-            now = _Borrowed(config, attention_of(config), experts_of(config))
-            own = _borrowed.setdefault(id(config), now)
-            own.depth += 1
-            entered.append(config)
-            name_attention(config, NAME)
-            if own.experts in STANDARD_EXPERTS:
-                name_experts(config, OUR_EXPERTS)
-        yield
-    finally:
-        current.batch = before
-        try:
-            for config in entered:
-                _leave(config)
-        except BaseException:  # Ctrl-C within _leave: it ends every context around this one too
-            for config in entered:
-                _leave(config, wholly=True)
-            raise
+    """A context in which the configs name our attention, and masks describe `batch`.
 
-
-def _leave(config, wholly: bool = False) -> None:
-    """Ends one context in which a config names our attention, or all of them (`wholly`)."""
-    own = _borrowed.get(id(config))
-    if own is None:
-        return
-    own.depth -= 1
-    if wholly or own.depth <= 0:
-        name_attention(config, own.attention)
+    Contexts end in the reverse order of their beginning: the model's lock lets one thread in.
+    """
+    rows = [(vars(current), "batch", batch)]
+    for config in configs:
+        own = _own(config)
+        rows.append((_borrowed, id(config), own))
+        rows.append(attention_row(config, NAME))
         if own.experts in STANDARD_EXPERTS:
-            name_experts(config, own.experts)
-        _borrowed.pop(id(config), None)
+            rows.append(experts_row(config, OUR_EXPERTS))
+    return values_for_now(rows)
 
 
 def named(config) -> str | None:
     """The attention that a config names when ours is not entered."""
-    own = _borrowed.get(id(config))
-    return attention_of(config) if own is None else own.attention
+    return _own(config).attention
 
 
 def named_experts(config) -> str | None:
     """The experts implementation that a config names when ours is not entered; "" for no name."""
-    own = _borrowed.get(id(config))
-    return experts_of(config) if own is None else own.experts
+    return _own(config).experts
 
 
 def experts_as_named(module: torch.nn.Module, *args) -> Tensor:
     """The forward of fused experts by the implementation of named_experts."""
-    now = experts_of(module.config)
-    name_experts(module.config, named_experts(module.config))
-    try:
+    config = module.config
+    with values_for_now([experts_row(config, named_experts(config))]):
         return type(module).forward(module, *args)
-    finally:
-        name_experts(module.config, now)
 
 
 def standard(config) -> str | None:

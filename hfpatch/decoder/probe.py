@@ -144,7 +144,8 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
     given = {id(x) for x in pytree.tree_leaves((args, kwargs))}
 
     def told(x):  # (the layer's output, the inputs of its attention calls)
-        with asking(_Counting(0.0)) as count:
+        count = _Counting(0.0)
+        with asking(count):
             return run(x), count.inputs
 
     # 2. Answer attention with constants: does anything else mix tokens?

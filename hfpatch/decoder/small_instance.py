@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hfpatch.compat import (
-    name_attention,
+    attention_row,
     plain_construction,
+    put,
     run_experts_plainly,
     run_scans_plainly,
     unwatched,
@@ -121,7 +122,7 @@ def scaled_config(config, n_layers: int, at=None):
         small.per_layer_config = {
             i: _scaled_override(given[n], config) for i, n in enumerate(at) if n in given
         }
-    name_attention(small, "eager")
+    put(*attention_row(small, "eager"))
     run_experts_plainly(small)
     return small
 
