@@ -52,7 +52,9 @@ class DiskDirectory:
     """Writes and reads tensors' bytes in `directory`, through host memory of `pool`."""
 
     def __init__(self, directory: str, pool):
-        self.directory, self.pool, self.device = directory, pool, pool.device
+        self.directory = directory
+        self.pool = pool
+        self.device = pool.device
         self.threads = self.device.threads(THREADS, "hfpatch-disk")
         self.writing: deque[list[Future]] = deque()
         # [host memory, event of its copy to the device], the oldest first
@@ -62,8 +64,9 @@ class DiskDirectory:
         """Threads that move bytes start to stop of the loan, from byte `at` of the file on."""
         jobs = []
         for a in range(start, stop, PIECE):
-            bounds = a, min(a + PIECE, stop)
-            jobs.append(self.threads.submit(work, file, at + a - start, loan, bounds, *given))
+            bounds = (a, min(a + PIECE, stop))
+            place = at + a - start
+            jobs.append(self.threads.submit(work, file, place, loan, bounds, *given))
         return jobs
 
     # -- writing -----------------------------------------------------------------------------------
