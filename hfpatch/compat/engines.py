@@ -119,21 +119,6 @@ def is_view_of_flat(tensor: Tensor) -> bool:
     return "_fsdp_flattened" in tensor.__dict__
 
 
-@contextmanager
-def plain_construction():
-    """A context in which modules have whole parameters, also under DeepSpeed's zero.Init."""
-    partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    active = partition is not None and getattr(partition, "zero_init_context", None)
-    if not active:
-        yield
-        return
-    partition.shutdown_init_context()
-    try:
-        yield
-    finally:
-        partition.restore_init_context()
-
-
 def _variable(function, name: str):
     """The value of a closure's free variable, or None."""
     code = getattr(function, "__code__", None)

@@ -37,9 +37,6 @@ GONE = object()  # the value of a deleted or missing attribute
 def switches_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
     """The switches of a layer's modules, of which the layer is the first: (the dict that holds a
     switch, its name, its value).
-
-    A forward on an instance counts as a switch: older transformers record outputs by one while the
-    model's forward runs.
     """
     rows = []
     for module in modules:
@@ -48,8 +45,6 @@ def switches_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
             if name in own and own[name].__class__ in _SAYS:
                 value = own[name]
                 rows.append((own, name, value.copy() if value.__class__ is list else value))
-        if "forward" in own and module is not modules[0]:
-            rows.append((own, "forward", forward_in(own)))
     return rows
 
 
@@ -63,6 +58,12 @@ class _MadeFrom(dict):
 
 
 MADE_FROM = _MadeFrom()
+
+
+def code_of_class(kind: type) -> tuple:
+    """A class's forward, and the rotation of its file, which some libraries replace process-wide."""
+    file = sys.modules.get(kind.__module__)
+    return MADE_FROM[kind].forward, getattr(file, "apply_rotary_pos_emb", None)
 
 
 class Snapshot:
@@ -90,10 +91,10 @@ class Snapshot:
         kinds = {module.__class__: None for module in (layer, *self.inside)}
         self.ran = [MADE_FROM[kind].forward for kind in kinds]
         for module in self.inside:
-            there = _hooks(module, _ALL_HOOKS)
-            forward = forward_in(module.__dict__)
-            there += [] if forward is GONE else [forward]
-            for x in there:
+            code = _hooks(module, _ALL_HOOKS)
+            if "forward" in module.__dict__:
+                code.append(module.__dict__["forward"])
+            for x in code:
                 if not _home(x).startswith(_LIBRARIES):
                     self.ran += (module, x)
 
@@ -110,7 +111,7 @@ class Snapshot:
             made_of.append(kind)
             kinds[kind] = None
             if "forward" in own:
-                made_of.append(_code_of(forward_in(own)))
+                made_of.append(_code_of(own["forward"]))
             names += parameters_of(module)
             names += buffers_of(module)
             if "merged_adapters" in own:
@@ -121,9 +122,8 @@ class Snapshot:
                     # come on another module, and a new one in the place of one that is gone.
                     hooks += (*own[name], *map(id, own[name].values()))
         for kind in kinds:
-            file = sys.modules.get(kind.__module__)  # some libraries replace its rotation
-            made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)
-            made_of.append(getattr(file, "apply_rotary_pos_emb", None))
+            made_of.append(getattr(kind, "forward", None))
+            made_of += code_of_class(kind)
         return made_of, names, hooks, merged
 
     def holds(self, layer: nn.Module) -> bool:
@@ -146,12 +146,6 @@ def _code_of(forward):
         forward = forward.func
     forward = getattr(forward, "__func__", forward)
     return getattr(forward, "__code__", type(forward))
-
-
-def forward_in(own: dict):
-    """The forward in an instance's attributes; GONE if it has its class's."""
-    held = own.get("forward")
-    return GONE if held is None else held
 
 
 def modules_of(module: nn.Module) -> dict:
@@ -181,12 +175,6 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
         if below:
             todo += reversed(below.values())
     return list(found)
-
-
-def all_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """module.parameters(), but faster, as modules_in is."""
-    found = (p for one in modules_in(module) for p in parameters_of(one).values())
-    return list(dict.fromkeys(p for p in found if p is not None))
 
 
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
@@ -235,11 +223,8 @@ def _home(hook) -> str:
     return f"{getattr(inner, '__globals__', {}).get('__name__') or type(inner).__module__}."
 
 
-def user_hooks(module: nn.Module, hooks=None) -> list:
-    """Hooks on this module (or among `hooks`), without those of engines and transformers, which
-    read no values.
-    """
-    hooks = _hooks(module, _ALL_HOOKS) if hooks is None else hooks
+def user_hooks(hooks) -> list:
+    """Those of hooks that are not engines' and transformers', which read no values."""
     return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
 
 
@@ -249,20 +234,17 @@ def hooks_on_all() -> list:
     """
     found = []
     for name in _ON_ALL:  # every tile runs this: no call if there are no hooks
-        if name in _EVERYWHERE and _EVERYWHERE[name]:
+        if _EVERYWHERE[name]:
             found += _EVERYWHERE[name].values()
-    return (
-        [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))]
-        if found
-        else found
-    )
+    return [h for h in user_hooks(found) if not _home(h).startswith("torch.")]
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     """The first of these modules with a user's hook, or None."""
     for module in modules:
         for name in _ALL_HOOKS:
-            if name in module.__dict__ and module.__dict__[name] and user_hooks(module):
+            hooks = module.__dict__.get(name)
+            if hooks and user_hooks(hooks.values()):
                 return module
 
 
@@ -298,5 +280,4 @@ def _put_back(before: list[tuple[dict, str, object]]) -> None:
 
 def unwatched():
     """A context in which no hook on all modules of the process runs."""
-    held = [(name, _EVERYWHERE[name]) for name in _ON_ALL if name in _EVERYWHERE]
-    return values_for_now([(_EVERYWHERE, name, type(hooks)()) for name, hooks in held])
+    return values_for_now([(_EVERYWHERE, name, type(_EVERYWHERE[name])()) for name in _ON_ALL])

@@ -30,7 +30,8 @@ from hfpatch.context.current import asks_for_hidden_states, refuse_in_the_midst
 
 
 def _rebuild(part: type, base: type):
-    return (made := mixed(part, base)).__new__(made)
+    made = mixed(part, base)
+    return made.__new__(made)
 
 
 class Mixed:
@@ -69,15 +70,14 @@ def _mixed(part: type, base: type, forward) -> type:
 
 def inner_model(module: nn.Module) -> tuple[str, nn.Module] | None:
     """(name, module) of the outermost transformers model in another library's module, or None."""
-    inside = ((name, m) for name, m in module.named_modules() if m is not module)
-    return next(
-        ((name, m) for name, m in inside if hasattr(vars(m).get("config"), "model_type")), None
-    )
+    for name, inside in module.named_modules():
+        if name and hasattr(vars(inside).get("config"), "model_type"):
+            return name, inside
+    return None
 
 
 def not_a_model(came) -> ValueError:
     """The error for an argument that is no model."""
-    name = f"the class {came.__name__}" if isinstance(came, type) else type(came).__name__
     found = inner_model(came) if isinstance(came, nn.Module) else None
     fix = "Pass the model that from_pretrained() or from_config() returned."
     if found is not None:
@@ -86,6 +86,7 @@ def not_a_model(came) -> ValueError:
             f"Pass the one inside it, its {path} ({type(model).__name__}), before another library "
             "wraps or shards it."
         )
+    name = type(came).__name__
     return ValueError(
         f"hfpatch: model must be a transformers model (with a config), got {name}. {fix}"
     )
@@ -116,11 +117,8 @@ def unswap(module: nn.Module) -> None:
 def _unmixed(cls: type) -> type:
     if "_hfpatch_base" in vars(cls):
         return cls._hfpatch_base
-    return type(
-        cls.__name__,
-        tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__),
-        members_of(cls),
-    )
+    bases = tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__)
+    return type(cls.__name__, bases, members_of(cls))
 
 
 # Libraries whose replacements of nn.Linear are projections: they compute each token by itself.
@@ -136,7 +134,9 @@ LIBRARIES = PROJECTIONS | sys.stdlib_module_names | {
     "peft", "transformer_engine", "trl",
 }  # fmt: skip
 
-LINEAR, CALL = nn.Linear.forward, nn.Linear.__call__  # torch's own, from before any replacement
+# torch's own, from before any replacement
+LINEAR = nn.Linear.forward
+CALL = nn.Linear.__call__
 
 
 def whose(code) -> str:

@@ -13,7 +13,7 @@ other code that reads `config._attn_implementation`, and other models see the us
 import threading
 from collections import namedtuple
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -145,14 +145,16 @@ class Call:
     sinks_H: Tensor | None
 
 
+@dataclass
 class Noting:
     """The role before attention: records the attention calls of one forward, and stops it at the last call.
 
     mixed: (args, kwargs) of each mixer, by name.
     """
 
-    def __init__(self, n_calls: int):
-        self.n_calls, self.calls, self.mixed = n_calls, [], {}
+    n_calls: int
+    calls: list[Asked] = field(default_factory=list)
+    mixed: dict[str, tuple] = field(default_factory=dict)
 
     def _noted(self, answer: Tensor) -> Tensor:
         if len(self.calls) + len(self.mixed) == self.n_calls:
@@ -163,17 +165,16 @@ class Noting:
 
     def __call__(self, asked: Asked):
         self.calls.append(asked)
-        q, v = asked.q_BHTE, asked.v_BKTE
-        return self._noted(q.new_zeros(()).expand(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+        B, H, T, _ = asked.q_BHTE.shape
+        zero = asked.q_BHTE.new_zeros(())
+        return self._noted(zero.expand(B, T, H, asked.v_BKTE.shape[3]))
 
     def not_stopped(self) -> NotStopped:
         """The error for a forward that was not stopped."""
-        came = len(self.calls) + len(self.mixed)
-        return NotStopped(
-            "its forward catches what stops it at its attention (BaseException)"
-            if came >= self.n_calls
-            else f"its forward mixed tokens {came} times, not {self.n_calls}"
-        )
+        found = len(self.calls) + len(self.mixed)
+        if found >= self.n_calls:
+            return NotStopped("its forward catches what stops it at its attention (BaseException)")
+        return NotStopped(f"its forward mixed tokens {found} times, not {self.n_calls}")
 
     def mixer(self, name: str, args, kwargs):
         self.mixed[name] = (args, kwargs)
@@ -187,7 +188,8 @@ class Answering:
     """
 
     def __init__(self, answers: list[Tensor], mixed: dict | None = None):
-        self.answers, self.mixed = list(answers), mixed
+        self.answers = list(answers)
+        self.mixed = mixed
 
     def __call__(self, asked: Asked):
         if not self.answers:  # a decoder layer that the user calls with an encoder's states
@@ -225,7 +227,9 @@ def refuse_in_the_midst() -> None:
 def asks_for_hidden_states(model, kwargs) -> bool:
     """Whether this model's forward returns its hidden states."""
     asked = kwargs.get("output_hidden_states")
-    return bool(getattr(model.config, "output_hidden_states", False) if asked is None else asked)
+    if asked is None:
+        asked = getattr(model.config, "output_hidden_states", False)
+    return bool(asked)
 
 
 def asking(role):
@@ -296,8 +300,9 @@ def standard(config) -> str | None:
     """
     name = named(config) or ""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
-    theirs = function is None or function.__module__.startswith("transformers.")
-    by_engine = not theirs and ulysses(function) is not None  # see ranks.sequence_now
+    by_engine = ulysses(function) is not None  # see ranks.sequence_now
     if name in ("eager", "sdpa", "flex_attention"):
+        theirs = function is None or function.__module__.startswith("transformers.")
         return name if theirs or by_engine else None
-    return "flash" if function is flash_attention_forward or by_engine and "flash" in name else None
+    flash = function is flash_attention_forward or by_engine and "flash" in name
+    return "flash" if flash else None

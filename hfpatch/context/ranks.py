@@ -37,12 +37,14 @@ def sequence_now(config, training: bool) -> Sequence | None:
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)
         if group is not None and (training or not training_only):
-            found = group, False
+            found = (group, False)
             if training:
                 summed_gradients(deepspeed_config(), dist.get_world_size(group))
     if found is None and training and _several(ulysses_group()):
         raise not_exchanged(f"{name} attention beside Ulysses, which exchanges another,")
-    return sequence_of(*found) if found is not None and _several(found[0]) else None
+    if found is None or not _several(found[0]):
+        return None
+    return sequence_of(*found)
 
 
 def _several(group) -> bool:
@@ -67,8 +69,8 @@ def summed_gradients(config: dict, size: int) -> None:
     not.
     """
     zero = config.get("zero_optimization", {})
-    stage, scatters = zero.get("stage", 3), zero.get("reduce_scatter", True)
-    if stage != 3 or not scatters:
+    stage = zero.get("stage", 3)
+    if stage != 3 or not zero.get("reduce_scatter", True):
         came = f"stage {stage}" if stage != 3 else "reduce_scatter: false"
         raise ValueError(
             f"hfpatch: sequence parallelism needs ZeRO-3 with reduce_scatter, got {came}: "

@@ -12,7 +12,6 @@ from torch import nn
 
 from hfpatch.compat import (
     attention_row,
-    plain_construction,
     put,
     run_experts_plainly,
     run_scans_plainly,
@@ -233,8 +232,8 @@ def _without_adapters(name: str, module: nn.Module):
 
 @contextmanager
 def quiet_process():
-    """A context without the caller's random state, default dtype and device, autocast, global hooks
-    and DeepSpeed's zero.Init, on one thread."""
+    """A context without the caller's random state, default dtype and device, autocast and global
+    hooks, on one thread."""
     dtype = torch.get_default_dtype()
     cpu_state = torch.get_rng_state()
     threads = torch.get_num_threads()
@@ -242,7 +241,7 @@ def quiet_process():
         torch.set_num_threads(1)  # on tiny tensors threads would only wait for each other
         torch.set_default_dtype(torch.float32)
         quiet = torch.autocast("cpu", enabled=False)
-        with plain_construction(), torch.device("cpu"), torch.enable_grad(), quiet, unwatched():
+        with torch.device("cpu"), torch.enable_grad(), quiet, unwatched():
             torch.default_generator.manual_seed(0)
             yield
     finally:

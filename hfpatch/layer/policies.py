@@ -14,7 +14,7 @@ from hfpatch.budget import free as memory
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.measured import Abilities, rounded
 from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
-from hfpatch.compat import all_parameters, autocast_dtype
+from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gate_up import gate_up_columns
 from hfpatch.layer.gauge import Gauge
@@ -79,7 +79,7 @@ class Policies:
         if device not in self.meters:
             owner = self.owner
             self.meters[device] = (
-                Meter(Gauge(device), lambda: owner() and all_parameters(owner()), self.n_layers)
+                Meter(Gauge(device), lambda: owner() and owner().parameters(), self.n_layers)
                 if metered(device)
                 else None
             )

@@ -79,7 +79,7 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     if type(inner).__call__ is not CALL:
         return f"lm_head is a {kind} whose __call__ is not torch's"
     hooks = output_hooks(inner) + (output_hooks(head) if head is not inner else [])
-    hooks = (user_hooks(inner, hooks) if hooks else hooks) + hooks_on_all()
+    hooks = user_hooks(hooks) + hooks_on_all()
     if hooks:  # one that reads logits or their gradient
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         return f"lm_head has a hook ({name})"

@@ -84,12 +84,14 @@ class Shards:
 
     def __init__(self, group):
         self.group = group
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
         self.buffer: Tensor | None = None
 
     def bounds(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The range of each tile [a, b) in mine()'s result; the same lengths on every rank."""
-        found, start = [], 0
+        found = []
+        start = 0
         for a, b in bounds:
             length = -(-(b - a) // self.world)
             found.append((start, start + length))
@@ -113,11 +115,8 @@ class Shards:
         """
         B, t = part_BtD.shape[:2]
         numel = self.world * part_BtD.numel()
-        if (
-            self.buffer is None
-            or self.buffer.numel() < numel
-            or self.buffer.dtype != part_BtD.dtype
-        ):
+        kept = self.buffer
+        if kept is None or kept.numel() < numel or kept.dtype != part_BtD.dtype:
             self.buffer = part_BtD.new_empty(numel)
         tile = self.buffer[:numel].view(B, self.world * t, *part_BtD.shape[2:])
         with torch.no_grad():
