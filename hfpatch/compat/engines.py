@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 def engine_hook(module: nn.Module):
     """accelerate's hook on a module, or None."""
-    own = module.__dict__
-    return own["_hf_hook"] if "_hf_hook" in own else None
+    return module.__dict__.get("_hf_hook")
 
 
 def hooked_forward(module: nn.Module) -> str:
@@ -71,8 +70,7 @@ def as_before_fsdp2(model: nn.Module):
 
 def under_zero3(module: nn.Module) -> bool:
     """Whether DeepSpeed holds shards of this module's parameters: it marks all of them or none."""
-    first = next(module.parameters(), None)
-    return first is not None and "ds_id" in first.__dict__
+    return any("ds_id" in parameter.__dict__ for parameter in module.parameters())
 
 
 def gather_as_one(layer: nn.Module, wanted: bool) -> None:

@@ -83,11 +83,11 @@ class Snapshot:
             versions of weights do not show a merge.
     """
 
-    __slots__ = ("inside", "made_of", "names", "hooks", "ran", "merged")
+    __slots__ = ("inside", "made_of", "ran", "merged")
 
     def __init__(self, layer: nn.Module):
         self.inside = modules_in(layer)[1:]
-        self.made_of, self.names, self.hooks, self.merged = self._read(layer)
+        self.made_of, self.merged = self._read(layer)
         kinds = {module.__class__: None for module in (layer, *self.inside)}
         self.ran = [MADE_FROM[kind].forward for kind in kinds]
         for module in self.inside:
@@ -98,10 +98,8 @@ class Snapshot:
                 if not _home(x).startswith(_LIBRARIES):
                     self.ran += (module, x)
 
-    def _read(self, layer: nn.Module) -> tuple[list, list, list, list]:
+    def _read(self, layer: nn.Module) -> tuple[list, list]:
         made_of = []
-        names = []
-        hooks = []
         merged = []
         kinds = {}
         for module in (layer, *self.inside):
@@ -112,23 +110,23 @@ class Snapshot:
             kinds[kind] = None
             if "forward" in own:
                 made_of.append(_code_of(own["forward"]))
-            names += parameters_of(module)
-            names += buffers_of(module)
+            made_of += parameters_of(module)
+            made_of += buffers_of(module)
             if "merged_adapters" in own:
                 merged.append(len(own["merged_adapters"]))
             for name in _ALL_HOOKS:
                 if name in own and own[name]:
                     # By their handles' numbers too, which are given once: the same function may
                     # come on another module, and a new one in the place of one that is gone.
-                    hooks += (*own[name], *map(id, own[name].values()))
+                    made_of += (*own[name], *map(id, own[name].values()))
         for kind in kinds:
             made_of.append(getattr(kind, "forward", None))
             made_of += code_of_class(kind)
-        return made_of, names, hooks, merged
+        return made_of, merged
 
     def holds(self, layer: nn.Module) -> bool:
         """Whether the layer still has the structure of this snapshot."""
-        return self._read(layer) == (self.made_of, self.names, self.hooks, self.merged)
+        return self._read(layer) == (self.made_of, self.merged)
 
     def runs_alike(self, layer: nn.Module) -> bool:
         """Whether a backward that runs the layer again runs the code of its forward."""
@@ -167,13 +165,9 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
     todo = [module]
     while todo:
         one = todo.pop()
-        if one is None or one in found:
-            continue
-        found[one] = None
-        own = one.__dict__
-        below = own["_modules"] if "_modules" in own else modules_of(one)
-        if below:
-            todo += reversed(below.values())
+        if one is not None and one not in found:
+            found[one] = None
+            todo += reversed(modules_of(one).values())
     return list(found)
 
 

@@ -13,15 +13,6 @@ _CHOOSES = (
 )
 
 
-def run_scans_plainly(model: nn.Module) -> None:
-    """Turns kernels off in the mixers of older models: on a CPU they raise if the config asks for
-    kernels, which is its default.
-    """
-    for module in model.modules():
-        if hasattr(module, "use_fast_kernels"):
-            module.use_fast_kernels = False
-
-
 def plain_scans():
     """A context in which transformers' mixers run its own code in place of packages' kernels
     (causal_conv1d, mamba_ssm, flash-linear-attention), which support no CPU, float64 or fake

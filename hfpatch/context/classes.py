@@ -22,7 +22,6 @@ from hfpatch.compat import (
     hooks_on_all,
     members_of,
     modules_in,
-    record_outputs_like,
     values_for_now,
     watched_by_user,
 )
@@ -58,14 +57,10 @@ def mixed(part: type, base: type) -> type:
 
 @cache
 def _mixed(part: type, base: type, forward) -> type:
-    made = type(
-        base.__name__, (part, Mixed, base),
-        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward,
-         "__module__": base.__module__,
-         "__doc__": base.__doc__},
-    )  # fmt: skip
-    record_outputs_like(made, base)
-    return made
+    # transformers finds the outputs to record by the class's full name.
+    same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    ours = {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward}
+    return type(base.__name__, (part, Mixed, base), same | ours)
 
 
 def inner_model(module: nn.Module) -> tuple[str, nn.Module] | None:

@@ -14,7 +14,6 @@ from hfpatch.compat import (
     attention_row,
     put,
     run_experts_plainly,
-    run_scans_plainly,
     unwatched,
 )
 from hfpatch.context.classes import package_of
@@ -320,7 +319,6 @@ def _small_stack(
             "modules"
         )
     made = stack_class(small)
-    run_scans_plainly(made)
     with torch.no_grad():
         for p in made.parameters():
             if p.dim() < 2:

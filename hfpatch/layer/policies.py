@@ -22,7 +22,7 @@ from hfpatch.layer.graph_bytes import kind_of
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.streamed_weights import frozen_tables
 from hfpatch.layer.traits import layers_in
-from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
+from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
 
@@ -143,27 +143,19 @@ class Policies:
     def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Checkpointing:
         """The first policy of a shape. Ranks that must choose alike do so together."""
         group = self._group(layer, whole)
-
-        def open_shape():
-            found = self._resolve(layer, longest, x_BTD, whole, group)
-            if found.every > 1 and is_sharded(layer):
-                raise ValueError(
-                    f"hfpatch: every={found.every} runs several layers at once, and parameters "
-                    "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
-                    "directory as offload if host memory is short."
-                )
-            queue = x_BTD.device, found.offload
-            if queue not in self.queues:
-                self.queues[queue] = FetchQueue(
-                    Transfers(x_BTD.device, found.tier, found.directory)
-                )
-            return found
-
-        if group is None:
-            return open_shape()
-        found = together(group, open_shape)
+        found = self._resolve(layer, longest, x_BTD, whole, group)
+        if found.every > 1 and is_sharded(layer):
+            raise ValueError(
+                f"hfpatch: every={found.every} runs several layers at once, and parameters "
+                "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
+                "directory as offload if host memory is short."
+            )
+        queue = x_BTD.device, found.offload
+        if queue not in self.queues:
+            self.queues[queue] = FetchQueue(Transfers(x_BTD.device, found.tier, found.directory))
         # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
-        if self.sequence is None and found.every == 1 and self.shards is None:
+        shares = group is not None and self.sequence is None
+        if shares and found.every == 1 and self.shards is None:
             self.shards = Shards(group)
         return found
 

@@ -58,27 +58,6 @@ def least_of(group, numbers: list[int | None]) -> list[int | None]:
     return [None if n < 0 else n for n in least.tolist()]
 
 
-def together(group, work):
-    """Runs work() on every rank of a group. If one raises, all raise: they would wait for it
-    forever.
-    """
-    found = error = None
-    try:
-        found = work()
-    except Exception as raised:
-        error = raised
-    said = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, None if error is None else str(error), group=of_hosts(group))
-    if error is not None:
-        raise error
-    rank, other = next(((r, one) for r, one in enumerate(said) if one is not None), (0, None))
-    if other is not None:
-        raise ValueError(
-            f"hfpatch: rank {rank} cannot begin the step of a layer that ranks share: {other}"
-        )
-    return found
-
-
 class Shards:
     """This rank's part of tiles that are the same on all ranks of `group`."""
 

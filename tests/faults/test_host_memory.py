@@ -109,9 +109,8 @@ def test_no_block_is_larger_than_a_registration(monkeypatch):
     loans = [pool.take(640) for _ in range(3)]
     del loans
     loans = [pool.take(896) for _ in range(3)]  # twice the bytes of before, in three blocks
-    assert [nbytes for call, _, nbytes in device.calls if call == "pin"] == [
-        640, 640, 640, 1024, 1024, 1024, 768
-    ]  # fmt: skip
+    pinned = [call[2] for call in device.calls if call[0] == "pin"]
+    assert pinned == [640, 640, 640, 1024, 1024, 1024, 768]
     assert len({loan.block for loan in loans}) == 3
 
 
