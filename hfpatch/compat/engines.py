@@ -169,10 +169,3 @@ def parallelism_config():
     """accelerate's ParallelismConfig of this run, also one that `accelerate launch` made without
     TrainingArguments."""
     return getattr(_accelerator_state(), "parallelism_config", None)
-
-
-def context_parallel_group():
-    """The process group of accelerate's context parallelism, also outside its context, or None."""
-    mesh = getattr(_accelerator_state(), "device_mesh", None)
-    shares = getattr(parallelism_config(), "cp_enabled", False) and mesh is not None
-    return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None

@@ -26,7 +26,6 @@ _ON_ALL = tuple(f"_global{n}" for n in _ALL_HOOKS)
 # Attributes that change the course of a module's forward, which a backward restores: training or
 # not, and which of PEFT's adapters are on.
 _SWITCHES = ("training", "_disable_adapters", "_active_adapter")
-_SAYS = (bool, str, list)
 
 OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 
@@ -42,7 +41,7 @@ def switches_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
     for module in modules:
         own = module.__dict__
         for name in _SWITCHES:
-            if name in own and own[name].__class__ in _SAYS:
+            if name in own and own[name].__class__ in (bool, str, list):
                 value = own[name]
                 rows.append((own, name, value.copy() if value.__class__ is list else value))
     return rows
@@ -140,10 +139,15 @@ def _code_of(forward):
     """The code that a forward on an instance runs. Not the forward itself: its closure may hold the
     layer that holds this snapshot.
     """
-    while isinstance(forward, partial):
-        forward = forward.func
-    forward = getattr(forward, "__func__", forward)
-    return getattr(forward, "__code__", type(forward))
+    inner = inner_function(forward)
+    return getattr(inner, "__code__", type(inner))
+
+
+def inner_function(code):
+    """The function beneath partials and a bound method."""
+    while isinstance(code, partial):
+        code = code.func
+    return getattr(code, "__func__", code)
 
 
 def modules_of(module: nn.Module) -> dict:
@@ -211,9 +215,7 @@ _LIBRARIES = (*_SERVE_ANY_OUTPUT, "torch.", "peft.", "trl.")
 
 def _home(hook) -> str:
     """The module that defines a hook, followed by a dot."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    inner = inspect.unwrap(getattr(hook, "__func__", hook))
+    inner = inspect.unwrap(inner_function(hook))
     return f"{getattr(inner, '__globals__', {}).get('__name__') or type(inner).__module__}."
 
 

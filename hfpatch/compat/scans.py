@@ -7,11 +7,6 @@ from torch import nn
 
 from hfpatch.compat.modules import values_for_now
 
-_CHOOSES = (
-    # its wrappers run a package's kernel in place of the function that they wrap
-    "transformers.integrations.hub_kernels"
-)
-
 
 def plain_scans():
     """A context in which transformers' mixers run its own code in place of packages' kernels
@@ -33,14 +28,16 @@ def _plain_form(value, names: dict):
     """The function of a file that a wrapper, which may run a kernel, was put around; None for
     another value.
 
-    names: the file's globals. If `kernels` is installed, the wrapper is a module that holds another
+    names: the file's globals. The wrappers of hub_kernels run a package's kernel in place of the
+    function that they wrap. If `kernels` is installed, the wrapper is a module that holds another
     one.
     """
     if isinstance(value, nn.Module):
         cells = getattr(type(value).forward, "__closure__", None) or ()
         found = (_plain_form(cell.cell_contents, names) for cell in cells)
         return next((plain for plain in found if plain is not None), None)
-    if not inspect.isfunction(value) or value.__globals__.get("__name__") != _CHOOSES:
+    wrappers = "transformers.integrations.hub_kernels"
+    if not inspect.isfunction(value) or value.__globals__.get("__name__") != wrappers:
         return None
     plain = inspect.unwrap(value)
     return plain if getattr(plain, "__globals__", None) is names else None

@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 from collections import namedtuple
-from functools import cache, partial, wraps
+from functools import cache, wraps
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from hfpatch.compat import (
     MADE_FROM,
     Turn,
     hooks_on_all,
+    inner_function,
     members_of,
     modules_in,
     values_for_now,
@@ -129,9 +130,7 @@ LIBRARIES = PROJECTIONS | sys.stdlib_module_names | {
     "peft", "transformer_engine", "trl",
 }  # fmt: skip
 
-# torch's own, from before any replacement
-LINEAR = nn.Linear.forward
-CALL = nn.Linear.__call__
+LINEAR = nn.Linear.forward  # torch's own, from before any replacement
 
 
 def whose(code) -> str:
@@ -140,9 +139,7 @@ def whose(code) -> str:
 
     The attributes that functools.wraps() copies do not change the answer.
     """
-    while isinstance(code, partial):
-        code = code.func
-    inner = getattr(code, "__func__", code)
+    inner = inner_function(code)
     if isinstance(inner, types.FunctionType):
         return inner.__globals__.get("__name__") or ""
     if hasattr(inner, "__wrapped__") and not isinstance(inner, type):

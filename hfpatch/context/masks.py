@@ -256,9 +256,9 @@ def describe(function, local: int | None) -> dict | None:
         return {}
     if local is None:
         return None
-    if made == _structure(masking_utils.sliding_window_causal_mask_function(local)):
-        return {"window": local}
     padding = torch.empty(0, device="meta")
-    if made == _structure(masking_utils.chunked_causal_mask_function(local, padding)):
-        return {"chunk": local}
-    return None
+    theirs = {
+        "window": masking_utils.sliding_window_causal_mask_function(local),
+        "chunk": masking_utils.chunked_causal_mask_function(local, padding),
+    }
+    return next(({kind: local} for kind, f in theirs.items() if _structure(f) == made), None)

@@ -7,8 +7,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.compat import (
     context_parallel,
-    context_parallel_group,
     deepspeed_config,
+    parallelism_config,
     ulysses,
     ulysses_group,
 )
@@ -57,8 +57,8 @@ def may_share_rows() -> bool:
     """Whether ranks share rows, or may in other runs of a graph that is traced now, perhaps in an
     evaluation of whole rows.
     """
-    groups = ulysses_group(), context_parallel_group()
-    return any(map(_several, groups)) or context_parallel() is not None
+    planned = getattr(parallelism_config(), "cp_enabled", False)  # also outside its context
+    return planned or _several(ulysses_group()) or context_parallel() is not None
 
 
 def summed_gradients(config: dict, size: int) -> None:

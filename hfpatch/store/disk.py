@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hfpatch.store.pool import Loan
 
-PREFIX = "hfpatch-"
 PIECE = 64 << 20  # bytes that one thread writes or reads at a time
 THREADS = 8
 UNDER_WAY = 2  # tensors that wait to be written, and tiles on their way to the device
@@ -28,7 +27,7 @@ class File:
     def __init__(self, directory: str):
         try:
             os.makedirs(directory, exist_ok=True)
-            self.fd, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+            self.fd, path = tempfile.mkstemp(prefix="hfpatch-", dir=directory)
         except OSError as error:
             raise OSError(
                 error.errno,

@@ -17,7 +17,7 @@ from hfpatch.budget.free import rank_host_free
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.store.device import Block, Device
 
-# The largest block. Drivers from r580 on refuse to register 512 GiB at once
+# The largest block, unless one tensor needs more. Drivers from r580 on refuse to register 512 GiB at once
 # (github.com/LMCache/LMCache/issues/5177).
 PINNED_AT_ONCE = 64 << 30
 
@@ -107,13 +107,8 @@ class HostPool:
         return area
 
     def take(self, nbytes: int) -> Loan:
-        """A loan of at least nbytes, from a new block of that size if no block
-        has room. One of more than PINNED_AT_ONCE is pageable, and a block of its own.
-        """
+        """A loan of at least nbytes, from a new block of that size if no block has room."""
         nbytes += -nbytes % ALIGNED
-        if nbytes > PINNED_AT_ONCE:
-            block = Block(self.device, nbytes, pin=False)
-            return Loan(block, block.bytes)
         for area in self.areas:
             loan = area.take(nbytes)
             if loan is not None:
@@ -125,8 +120,8 @@ class HostPool:
         if free is not None:
             more = min(more, int(HOST_SHARE * free))
         more = max(nbytes, more - more % ALIGNED)
-        sizes = [min(PINNED_AT_ONCE, more - at) for at in range(0, more, PINNED_AT_ONCE)]
-        made = [self._make(size) for size in sizes]
+        largest = max(nbytes, PINNED_AT_ONCE)
+        made = [self._make(min(largest, more - at)) for at in range(0, more, largest)]
         return made[0].take(nbytes)
 
     def give_back(self) -> None:

@@ -114,15 +114,6 @@ def test_no_block_is_larger_than_a_registration(monkeypatch):
     assert len({loan.block for loan in loans}) == 3
 
 
-def test_a_piece_longer_than_a_registration_is_not_pinned(monkeypatch):
-    monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
-    device = Pinning()
-    pool = HostPool(device)
-    loans = [pool.take(n) for n in (1088, 320, 1088)]
-    assert [loan.bytes.numel() for loan in loans] == [1088, 320, 1088]
-    assert [nbytes for call, _, nbytes in device.calls if call == "pin"] == [320]
-
-
 @pytest.mark.parametrize(
     "positions, mask, bounds",
     [
