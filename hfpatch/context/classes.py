@@ -64,27 +64,18 @@ def _mixed(part: type, base: type, forward) -> type:
     return type(base.__name__, (part, Mixed, base), same | ours)
 
 
-def inner_model(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """(name, module) of the outermost transformers model in another library's module, or None."""
-    for name, inside in module.named_modules():
-        if name and hasattr(vars(inside).get("config"), "model_type"):
-            return name, inside
-    return None
+def inner_model(module: nn.Module) -> nn.Module | None:
+    """The outermost transformers model in another library's module, or None."""
+    inside = (m for m in module.modules() if m is not module)
+    return next((m for m in inside if hasattr(vars(m).get("config"), "model_type")), None)
 
 
 def not_a_model(came) -> ValueError:
     """The error for an argument that is no model."""
-    found = inner_model(came) if isinstance(came, nn.Module) else None
-    fix = "Pass the model that from_pretrained() or from_config() returned."
-    if found is not None:
-        path, model = found
-        fix = (
-            f"Pass the one inside it, its {path} ({type(model).__name__}), before another library "
-            "wraps or shards it."
-        )
-    name = type(came).__name__
     return ValueError(
-        f"hfpatch: model must be a transformers model (with a config), got {name}. {fix}"
+        "hfpatch: model must be a transformers model (with a config), got "
+        f"{type(came).__name__}. Pass the model that from_pretrained() or from_config() returned, "
+        "before another library wraps or shards it."
     )
 
 

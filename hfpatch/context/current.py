@@ -182,14 +182,14 @@ class Noting:
         return self._noted(x.new_zeros(()).expand(x.shape))
 
 
+@dataclass
 class Answering:
     """The role after attention: returns the attention outputs of one forward in order, [B, t, H, E] each,
     and the outputs of mixers, [B, t, D], by name.
     """
 
-    def __init__(self, answers: list[Tensor], mixed: dict | None = None):
-        self.answers = list(answers)
-        self.mixed = mixed
+    answers: list[Tensor]
+    mixed: dict | None = None
 
     def __call__(self, asked: Asked):
         if not self.answers:  # a decoder layer that the user calls with an encoder's states

@@ -227,8 +227,7 @@ def _as_tensor(operator: str):
     return apply
 
 
-_OPERATORS = "invert neg and or add radd sub rsub mul rmul eq ne lt le gt ge"
-for _operator in _OPERATORS.split():
+for _operator in "invert neg and or add radd sub rsub mul rmul eq ne lt le gt ge".split():
     setattr(Mask, f"__{_operator}__", _as_tensor(f"__{_operator}__"))
 
 

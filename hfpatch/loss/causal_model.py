@@ -34,10 +34,6 @@ from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
 from hfpatch.store.device import on_host
 
-_NOT_ITS_LOSS = (
-    "context parallelism needs the model's own loss, got compute_loss_func or label smoothing, "
-    "whose labels end with each GPU's part. Leave it out, or set cp_size=1."
-)
 # In evaluation, logits="auto" returns logits with the loss where all copies of them together stay
 # below this.
 EVAL_LOGITS_BYTES = 2 << 30
@@ -184,7 +180,10 @@ class FusedCausalLM(TellsPositions):
             return self._hfpatch_fused(labels, kwargs)
         elsewhere = labels is None and "shift_labels" in kwargs and self.training
         if elsewhere and not torch.compiler.is_compiling() and context_parallel():
-            self._tell(_NOT_ITS_LOSS)
+            self._tell(
+                "context parallelism needs the model's own loss, got compute_loss_func or label "
+                "smoothing, whose labels end with each GPU's part. Leave it out, or set cp_size=1."
+            )
         return self._hfpatch_stock(kwargs)
 
     # Dynamo cannot trace lazy logits: the graph breaks here and resumes inside, at the backbone.
