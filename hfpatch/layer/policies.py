@@ -129,7 +129,7 @@ class Policies:
             shape = self.shapes[key] = Shape(first, first)
         # [Step 2] What this step keeps, decided as it begins.
         step = None if meter is None else meter.step
-        if step is not None and (begins or step.plan is None or step.plan.whole != whole):
+        if step is not None and (begins or not step.rows or step.plan.whole != whole):
             self._grow(meter, shape, layer, x_BTD, whole)
             self._say(meter, shape.policy, (B, T, whole), (B, longest, whole, step.key), x_BTD)
         return shape.policy
@@ -146,12 +146,6 @@ class Policies:
 
         def open_shape():
             found = self._resolve(layer, longest, x_BTD, whole, group)
-            if found.every > 1 and is_sharded(layer):
-                raise ValueError(
-                    f"hfpatch: every={found.every} runs several layers at once, and parameters "
-                    "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
-                    "directory as offload if host memory is short."
-                )
             queue = x_BTD.device, found.offload
             if queue not in self.queues:
                 self.queues[queue] = FetchQueue(
@@ -201,7 +195,7 @@ class Policies:
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
         settings = self.checkpointing
-        if settings.every == "auto" and is_sharded(layer):
+        if is_sharded(layer):  # layer by layer: a segment would need several at once
             settings = dataclasses.replace(settings, every=1)
         # The device is the host, so a copy would only take memory. The meta device has nothing to
         # copy.
