@@ -41,11 +41,6 @@ class Backward:
     top: int = 0
     exact: bool = False
 
-    def reached(self, peak: int) -> None:
-        """Torch's counter rose to `peak` in a tiled layer's backward."""
-        self.top = peak
-        self.exact = True
-
 
 @dataclass(eq=False)
 class Step:

@@ -55,7 +55,9 @@ class Meter:
     """
 
     def __init__(self, gauge: Gauge, parameters, n_layers: int):
-        self.gauge, self.parameters, self.n_layers = gauge, parameters, n_layers
+        self.gauge = gauge
+        self.parameters = parameters
+        self.n_layers = n_layers
         self.kinds: dict[str, Kind] = {}
         self.calls: dict[str, Call] = {}
         self.card = gauge.card()
@@ -100,11 +102,12 @@ class Meter:
         again = step.planned <= self.reached and step.last.retries > step.base.retries
         self.reached = max(self.reached, step.planned)
         if ran_out or again:
-            self._keep_less(step, ran_out)
+            self.keep_less(step, ran_out)
         elif sum(step.ran) > 1 and step.backward.began is not None:
             step.call.sure = True
 
-    def _keep_less(self, step: Step, ran_out: bool) -> None:
+    def keep_less(self, step: Step, ran_out: bool) -> None:
+        """Memory ran out in a step, or the allocator gave back what it had cached."""
         self.why = "memory was short"
         more = SURE * self.card
         if ran_out:
@@ -118,11 +121,6 @@ class Meter:
             if not kept and step.rows:
                 self.tile_most = max(TILES[0], step.plan.policy.tile // 2)
         self.reserve = max(self.reserve, int(more))
-
-    def ran_out(self) -> None:
-        """The step that runs has run out of memory, and the run ends."""
-        self._keep_less(self.step, True)
-        self.step = None
 
     def _measured_like(self, step: Step) -> Call | None:
         """The measured Call of this step's key or of the most alike."""
@@ -171,8 +169,6 @@ class Meter:
         """Bytes of the device that a first step may take, beside its gradients and an optimizer's
         states of their size."""
         step = self.step
-        if step is None:
-            return self.gauge.limit() - self._read().allocated
         return step.limit - step.base.allocated - 2 * step.coming
 
     def _read(self) -> Counters:
@@ -187,7 +183,8 @@ class Meter:
         """What the planned step takes, for the line of a policy."""
         if not any(self.step.plan.keeps_all) or self.step.planned > self.step.limit:
             return ""
-        most, limit = self.step.planned / 2**30, self.step.limit / 2**30
+        most = self.step.planned / 2**30
+        limit = self.step.limit / 2**30
         untried = any(self.tries(i, kind) for i, kind in enumerate(self.step.plan.kinds))
         return f"; {'at most ' * untried}{most:.1f} of {limit:.1f} GiB of the device"
 
@@ -279,8 +276,7 @@ class Meter:
         call = step.call
         call.kinds = list(step.forward.kinds)
         call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
-        if step.forward.clocks:
-            step.forward.clocks[1:] = [self.gauge.clock()]
+        step.forward.clocks[1:] = [self.gauge.clock()]
         self.steps.add(step)
 
     # -- backward ----------------------------------------------------------------------------------
@@ -293,7 +289,8 @@ class Meter:
         """A layer's backward begins."""
         now = self._read()
         if step.backward.within and now.peak > step.last.peak:
-            step.backward.reached(now.peak)
+            step.backward.top = now.peak
+            step.backward.exact = True
         step.last = now
         step.backward.within = not keeps_all
         if step.backward.began is None and step.forward.ends is not None:
@@ -321,7 +318,8 @@ class Meter:
         now = step.last = self._read()
         step.backward.within = False
         if now.peak > before.peak:
-            step.backward.reached(now.peak)
+            step.backward.top = now.peak
+            step.backward.exact = True
         elif not step.backward.exact:
             step.backward.top = max(step.backward.top, now.allocated, before.allocated)
         if first:
