@@ -101,7 +101,6 @@ def test_lengths_that_are_close_ask_the_other_ranks_no_more_than_one_length(monk
     rank.group = "ranks"
     least = lambda group, numbers: questions.append(group) or numbers  # noqa: E731
     monkeypatch.setattr(policies, "least_of", least)
-    monkeypatch.setattr(policies, "together", lambda group, work: questions.append(group) or work())
 
     def asked(lengths):
         ours = tiny.patched(tiny.llama()).train()
