@@ -42,20 +42,17 @@ class Logits(Tensor):
 
     @staticmethod
     def __new__(cls, owner, hidden, cast, dtype=None, inner=1.0, outer=None, steps=()):
+        shape = (*hidden.shape[:-1], rows_of(owner._hfpatch_head()))
         self = without_memory(
             cls,
-            (*hidden.shape[:-1], rows_of(owner._hfpatch_head())),
+            shape,
             dtype=dtype or cast or hidden.dtype,
             device=hidden.device,
             requires_grad=torch.is_grad_enabled(),
         )
-        self.owner = owner
-        self.hidden = hidden
-        self.cast = cast
-        self.inner = inner
-        self.outer = outer
-        self.steps = steps
-        self.computed = None
+        attributes = {"owner": owner, "hidden": hidden, "cast": cast, "inner": inner,
+                      "outer": outer, "steps": steps, "computed": None}  # fmt: skip
+        vars(self).update(attributes)
         if torch.is_grad_enabled():
             with as_plain_tensor():
                 self.register_hook(_no_gradient)
