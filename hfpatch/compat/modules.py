@@ -232,7 +232,7 @@ def hooks_on_all() -> list:
     for name in _ON_ALL:  # every tile runs this: no call if there are no hooks
         if _EVERYWHERE[name]:
             found += _EVERYWHERE[name].values()
-    return [h for h in user_hooks(found) if not _home(h).startswith("torch.")]
+    return [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))]
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:

@@ -32,7 +32,7 @@ def mask(
 ) -> Mask:
     """A Mask. The keywords are those of transformers' own mask functions."""
     batch = current.batch
-    added = dtype if named(config) == "eager" else None
+    added = dtype if named(config).attention == "eager" else None
     if not use_vmap and kv_length == batch.t and not kv_offset:
         kind = describe(mask_function, local_size)
         if kind is not None:

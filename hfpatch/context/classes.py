@@ -174,12 +174,12 @@ def is_watched(model, kwargs) -> bool:
 # --- forwards for a moment ------------------------------------------------------------------------
 
 
-def forwards_for_now(pairs, name: str = "forward"):
+def forwards_for_now(pairs):
     """A context in which each module of these (module, forward) pairs runs that forward.
 
     The caller holds the model's lock.
     """
-    return values_for_now([(module.__dict__, name, forward) for module, forward in pairs])
+    return values_for_now([(module.__dict__, "forward", forward) for module, forward in pairs])
 
 
 # --- forwards that keep the signature of transformers' own ----------------------------------------

@@ -248,14 +248,14 @@ def not_exchanged(what: str) -> ValueError:
 # --- which configs name our attention now ---------------------------------------------------------
 
 
-# What a config names itself while it names ours.
-_Own = namedtuple("_Own", "attention experts")
-_borrowed: dict[int, _Own] = {}  # by id(config)
+# What a config names itself: its attention, or None; its experts implementation, "" without one.
+Named = namedtuple("Named", "attention experts")
+_borrowed: dict[int, Named] = {}  # by id(config), while the config names ours
 
 
-def _own(config) -> _Own:
+def named(config) -> Named:
     """What a config names when ours is not entered."""
-    return _borrowed.get(id(config)) or _Own(attention_of(config), experts_of(config))
+    return _borrowed.get(id(config)) or Named(attention_of(config), experts_of(config))
 
 
 def our_attention(configs, batch: Batch | None):
@@ -265,7 +265,7 @@ def our_attention(configs, batch: Batch | None):
     """
     rows = [(vars(current), "batch", batch)]
     for config in configs:
-        own = _own(config)
+        own = named(config)
         rows.append((_borrowed, id(config), own))
         rows.append(attention_row(config, NAME))
         if own.experts in STANDARD_EXPERTS:
@@ -273,20 +273,10 @@ def our_attention(configs, batch: Batch | None):
     return values_for_now(rows)
 
 
-def named(config) -> str | None:
-    """The attention that a config names when ours is not entered."""
-    return _own(config).attention
-
-
-def named_experts(config) -> str | None:
-    """The experts implementation that a config names when ours is not entered; "" for no name."""
-    return _own(config).experts
-
-
 def experts_as_named(module: torch.nn.Module, *args) -> Tensor:
-    """The forward of fused experts by the implementation of named_experts."""
+    """The forward of fused experts by the implementation that their config names."""
     config = module.config
-    with values_for_now([experts_row(config, named_experts(config))]):
+    with values_for_now([experts_row(config, named(config).experts)]):
         return type(module).forward(module, *args)
 
 
@@ -298,7 +288,7 @@ def standard(config) -> str | None:
     read tokens that this process does not have. One function serves every version of FlashAttention
     and its kernels on the hub, which are named by their repository.
     """
-    name = named(config) or ""
+    name = named(config).attention or ""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     by_engine = ulysses(function) is not None  # see ranks.sequence_now
     if name in ("eager", "sdpa", "flex_attention"):

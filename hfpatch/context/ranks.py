@@ -32,7 +32,7 @@ def sequence_now(config, training: bool) -> Sequence | None:
         return current.sequence or None
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    name = named(config)
+    name = named(config).attention
     found = context_parallel()
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)

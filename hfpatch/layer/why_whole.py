@@ -287,7 +287,7 @@ REASONS = (
     _batch(
         "named attention",
         "attention of another library ({its name})",
-        lambda given, *_: not standard(given.config) and str(named(given.config)),
+        lambda given, *_: not standard(given.config) and str(named(given.config).attention),
     ),
     _batch(
         "stack's direction",

@@ -17,8 +17,9 @@ from hfpatch.compat import (
     output_hooks,
     parameters_of,
     user_hooks,
+    values_for_now,
 )
-from hfpatch.context.classes import LINEAR, forwards_for_now, swap, whose
+from hfpatch.context.classes import LINEAR, swap, whose
 
 WHOLE = (
     "the loss runs through whole logits, as {}. A fused loss needs a plain Linear as lm_head, "
@@ -78,7 +79,9 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     hooks = output_hooks(inner)
     if head is not inner:
         hooks += output_hooks(head)
-    hooks = user_hooks(hooks) + hooks_on_all()
+    if hooks:
+        hooks = user_hooks(hooks)
+    hooks += hooks_on_all()
     if hooks:  # one that reads logits or their gradient
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         return f"lm_head has a hook ({name})"
@@ -140,7 +143,7 @@ def through(head: nn.Module, function, hidden: Tensor, *args, **options):
     def forward(hidden):
         return function(hidden, inner.weight, *args, bias=inner.bias, **options)
 
-    with forwards_for_now([(inner, forward)], hooked_forward(inner)):
+    with values_for_now([(vars(inner), hooked_forward(inner), forward)]):
         return head(hidden)
 
 
