@@ -74,6 +74,7 @@ class Arguments:
         """Indices of the leaves that require a gradient."""
         return [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
 
+    @cached_property
     def wanted(self) -> list[Tensor]:
         """The arguments that require a gradient."""
         return [self.leaves[i] for i in self._wanted]
@@ -81,11 +82,10 @@ class Arguments:
     @contextmanager
     def gradients(self):
         """Context that yields tensors in which backward through tiles sums the gradients of
-        `wanted()`.
+        `wanted`.
         """
-        wanted = self.wanted()
         found = self._gradients = []
-        for i, x in zip(self._wanted, wanted):
+        for i, x in zip(self._wanted, self.wanted):
             dtype = x.dtype  # a token's gradient comes from one tile
             if self.axes[i] is None:  # a sum over tiles
                 dtype = torch.promote_types(dtype, torch.float32)
@@ -95,7 +95,7 @@ class Arguments:
         finally:
             self._gradients = None
             self.stand_ins = []
-        found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
+        found[:] = [sums.to(x.dtype) for sums, x in zip(found, self.wanted)]
 
     def mixer(self, module: nn.Module, args, kwargs, configs, batch) -> tuple[Mixer, Tensor]:
         """A mixer's call for whole rows, and its input, from its arguments in the last tile.

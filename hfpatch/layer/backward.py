@@ -28,10 +28,11 @@ Short of memory, dx waits on the host during C (Checkpointing.parks_dx).
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
+
+from hfpatch.layer.random_state import replayed
 
 
 @dataclass(eq=False)
@@ -169,10 +170,10 @@ class Backward:
         if self.lse_ticket is not None:
             self.lses = self.lse_ticket.wait()
         lses = list(self.lses or [])
-        run = partial(call.attention.backward, self.qkv, self.douts, outs, lses, dqkv)
         for mixer in call.attention.mixers:
             mixer.gradients = [self.weights]
-        self.dsinks = traced.replayed("attend", 0, call.device, run) if traced.mixers else run()
+        with replayed(traced.rng, "attend", call.device):
+            self.dsinks = call.attention.backward(self.qkv, self.douts, outs, lses, dqkv)
         left = iter(self.left)
         for pair in traced.left.values():
             for place in pair:

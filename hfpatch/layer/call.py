@@ -15,7 +15,6 @@ B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tok
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.kept import Kept
+from hfpatch.layer.random_state import replayed
 from hfpatch.layer.time_ranks import RankTiles
 from hfpatch.layer.time_tiles import TimeTiles
 from hfpatch.layer.traced import Traced
@@ -57,19 +57,18 @@ class LayerCall(Kept):
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
         """Context with the autocast state of forward."""
-        (dtype, cache) = self.traced.autocast
+        dtype = self.traced.autocast
         if dtype is None and autocast_dtype(self.device.type) is None:
             return nullcontext()
-        return autocast(self.device.type, dtype, cache_enabled=cache)
+        return autocast(self.device.type, dtype)
 
     def attend(self, qkv: list[Tensor], rerun: bool = False):
         """Attention's outputs and log-sum-exps, over whole rows. rerun: its backward comes soon."""
         traced = self.traced
-        run = partial(self.attention.forward, traced.asked, traced.mixers, qkv)
-        if not traced.mixers:
-            return run()
-        self._go_in_time(rerun)
-        return traced.replayed("attend", 0, self.device, run)
+        if traced.mixers:
+            self._go_in_time(rerun)
+        with replayed(traced.rng, "attend", self.device):
+            return self.attention.forward(traced.asked, traced.mixers, qkv)
 
     def _go_in_time(self, rerun: bool) -> None:
         """Sets Mixer.time on those mixers that can run in tiles through time. rerun: as in attend."""
@@ -140,7 +139,7 @@ class LayerCall(Kept):
             # memory back.
             if self.queue is not None:
                 self.queue.transfers.settle(room=self.runtime.copy_room if where == "tier" else 0)
-        if self.traced.autocast[0] is not None:
+        if self.traced.autocast is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
         return results

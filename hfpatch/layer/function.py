@@ -4,6 +4,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Checkpointing
@@ -30,12 +31,8 @@ class LayerFunction(torch.autograd.Function):
         return tuple(call.forward(x))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, *dextras):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "hfpatch: a patched layer has no second derivative, got create_graph=True. Call "
-                "hfpatch.undo(model), and model.set_attn_implementation('eager')."
-            )
         call = ctx.call
         if call.traced is None:
             raise RuntimeError(
@@ -57,9 +54,8 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     layer = traced.layer
     device = x.device
     # [Step 1] The call, and the tensors that its backward runs on.
-    snapshot = traced.condition.snapshot
-    state = ForwardState(layer, [layer, *snapshot.inside], snapshot)
-    tensors = [*traced.wanted, *state.wanted]
+    state = ForwardState(layer, traced.condition.snapshot)
+    tensors = [*traced.arguments.wanted, *state.wanted]
     timed = None
     if traced.traits.carries is not None and not state.gathered:
         timed = in_time(traced, policy, runtime, x)

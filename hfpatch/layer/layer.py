@@ -235,8 +235,8 @@ class TiledLayer(PatchedLayer):
         arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
         traced = Traced(
             self, arguments, known.traits, known.configs, r.batch,
-            records=records, condition=r.condition, rng={} if r.condition.draws else None,
-            autocast=(autocast_dtype(r.x.device.type), torch.is_autocast_cache_enabled()),
+            r.condition, records=records, rng={} if r.condition.draws else None,
+            autocast=autocast_dtype(r.x.device.type),
         )  # fmt: skip
         try:
             with runtime.weights.forward(self, r.x.device):
@@ -257,10 +257,10 @@ class TiledLayer(PatchedLayer):
         batch = r.batch
         # The function lives until backward. Holding the request would keep the hidden states on the
         # device, which are offloaded meanwhile.
-        args, kwargs, sizes = r.args, r.kwargs, r.x.shape[:2]
+        given = Arguments(r.args, r.kwargs, *r.x.shape[:2])
 
         def whole(h):
-            if runtime.weights.on and not needs_no_gradient(self, h, args, kwargs):
+            if runtime.weights.on and not needs_no_gradient(self, h, given.args, given.kwargs):
                 # autograd would save views of a slot, which the next layer overwrites
                 raise ValueError(
                     'hfpatch: Checkpointing(frozen_weights="host") needs layers that run tiled, got a '
@@ -269,12 +269,10 @@ class TiledLayer(PatchedLayer):
                 )
             isolated = nullcontext()
             if traits.mixers and batch is not None and batch.document_bounds is not None:
-                arguments = Arguments(args, kwargs, *sizes)
-                isolated = documents_one_by_one(
-                    self, traits.mixers, arguments, self._hfpatch.configs, batch
-                )
+                configs = self._hfpatch.configs
+                isolated = documents_one_by_one(self, traits.mixers, given, configs, batch)
             with runtime.weights.forward(self, h.device), isolated:
-                return super(TiledLayer, self).forward(h, *args, **kwargs)
+                return super(TiledLayer, self).forward(h, *given.args, **given.kwargs)
 
         return whole
 

@@ -170,9 +170,8 @@ class LayerRuntime(Policies):
         yet.
         """
         before = self.weights.host_bytes
-        with self.weights.lock:
-            self.weights.pack(layers_in(owner), device)
-            self.weights.make_slots()  # before free memory is measured
+        self.weights.pack(layers_in(owner), device)
+        self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
             host = self.weights.host_bytes / 2**30
             slot = self.weights.slot_bytes / 2**30

@@ -95,7 +95,7 @@ def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
     layer = traced.layer
     carries = traced.traits.carries
-    if policy.every > 1 or traced.records is not None or traced.wanted or runtime.shards:
+    if policy.every > 1 or traced.records is not None or traced.arguments.wanted or runtime.shards:
         return None
     if layer._hfpatch.streams is not None or traced.batch.sequence is not None:
         return None

@@ -5,15 +5,15 @@ No family has code in this file.
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import collecting, modules_in, values_for_now
+from hfpatch.compat import collecting, values_for_now
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
-from hfpatch.layer.adapted_experts import experts_forwards, experts_in
+from hfpatch.layer.adapted_experts import experts_forwards
 from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.condition import Condition
 from hfpatch.layer.gate_up import gates_of
 from hfpatch.layer.graph_bytes import tile_graph, unmeasured
 from hfpatch.layer.mixers import Mixer, standing_in
@@ -34,9 +34,9 @@ class Traced:
 
     Attributes:
         layer, arguments, traits, configs, batch: as the call met them.
+        condition: layer.condition.Condition, as long as it holds.
         forward: the layer's own, if it is not a TiledLayer yet.
-        condition: layer.condition.Condition, as long as it holds; None for a small instance.
-        autocast: its dtype in forward, and whether it cached casts.
+        autocast: its dtype in forward, or None.
         rng: generator states, by phase and tile; None if nothing in the layer draws random numbers.
         records: keys of what else transformers records inside the layer (router logits); None if it
             records nothing in this forward.
@@ -60,9 +60,9 @@ class Traced:
     traits: LayerTraits
     configs: tuple
     batch: object
+    condition: Condition
     forward: object = None
-    condition: object = None
-    autocast: tuple = (None, True)
+    autocast: torch.dtype | None = None
     rng: dict | None = None
     records: tuple[str, ...] | None = ()
     found: dict = field(default_factory=dict)
@@ -72,10 +72,6 @@ class Traced:
     left: dict = field(default_factory=dict)
     recorded: list = field(default_factory=list)
     beside: tuple | None = None
-
-    def __post_init__(self):
-        # the arguments besides the hidden states that need a gradient
-        self.wanted: list[Tensor] = self.arguments.wanted()
 
     # -- one run of a part -------------------------------------------------------------------------
     def _run(self, role, x_BtD: Tensor, args: tuple, kwargs: dict):
@@ -96,17 +92,20 @@ class Traced:
             return []
         # An argument's gradient may read any value. It goes to the tile's stand-in for the
         # argument.
-        unread = unread and not self.wanted
+        unread = unread and not self.arguments.wanted
         names = self.traits.unread_before if unread else ()
-        run = partial(self._before, _without_graph(x_BtD), a, b)
-        with self._forwards(names, x_BtD.device.type, unread):
-            parts = self.replayed("before", a, x_BtD.device, run)
+        device = x_BtD.device
+        with (
+            self._forwards(names, device.type, unread),
+            replayed(self.rng, ("before", a), device),
+        ):
+            parts = self._before(_without_graph(x_BtD), a, b)
         # mixers cast their input themselves, and autocast leaves float64
-        dtype = self.autocast[0]
-        if dtype is None:
-            return parts
-        n = 3 * len(self.asked)
-        return [x if x.dtype == torch.float64 else x.to(dtype) for x in parts[:n]] + parts[n:]
+        if self.autocast is not None:
+            for i, x in enumerate(parts[: 3 * len(self.asked)]):
+                if x.dtype != torch.float64:
+                    parts[i] = x.to(self.autocast)
+        return parts
 
     def _before(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(len(self.traits.mixing))
@@ -143,22 +142,25 @@ class Traced:
         adding = self.adding if backward else None
         key = names, adding
         if key not in self.found:
-            known = self.condition
-            # found once while the layer has the same modules and tensors
-            can_skip = {} if known is None else known.can_skip
-            if names and names not in can_skip:
-                can_skip[names] = skippable(self.layer, names)
-            filled = self.rng is not None
-            found = skipping(can_skip[names], device, adding=adding, filled=filled) if names else []
-            found += add_up(self.layer, found, device, adding) if adding else []
-            layouts, chains = known.experts if known else experts_in(modules_in(self.layer))
-            if layouts:
-                found += experts_forwards(layouts, chains, dict(found), adding)
-            self.found[key] = rows = []
-            for module, forward in found:
-                rows.append((module.__dict__, "forward", forward))
+            self.found[key] = self._rows(names, device, adding)
         rows = self.found[key]
         return values_for_now(rows) if rows else nullcontext()
+
+    def _rows(self, names: tuple[str, ...], device: str, adding) -> list[tuple]:
+        found = []
+        if names:
+            # found once while the layer has the same modules and tensors
+            can_skip = self.condition.can_skip
+            if names not in can_skip:
+                can_skip[names] = skippable(self.layer, names)
+            filled = self.rng is not None
+            found = skipping(can_skip[names], device, adding=adding, filled=filled)
+        if adding:
+            found += add_up(self.layer, found, device, adding)
+        layouts, chains = self.condition.experts
+        if layouts:
+            found += experts_forwards(layouts, chains, dict(found), adding)
+        return [(module.__dict__, "forward", forward) for module, forward in found]
 
     def after(
         self,
@@ -178,18 +180,19 @@ class Traced:
         those of the projections whose results are known.
         """
         found = {key: [] for key in self.records} if self.records else {}
-        names = (
-            self.traits.unread_after if unread and not self.wanted else self.traits.unread_always
-        )
+        names = self.traits.unread_always
+        if unread and not self.arguments.wanted:
+            names = self.traits.unread_after
         if known:
             names = (*names, *gates_of(self.layer))
+        device = x_BtD.device
         with (
-            self._forwards(names, x_BtD.device.type, unread),
+            self._forwards(names, device.type, unread),
             nullcontext() if self.records is None else collecting(found),
             keeping(noted, known) if noted is not None or known else nullcontext(),
+            replayed(self.rng, ("after", a), device),
         ):
-            run = partial(self._after, _without_graph(x_BtD), outs_BtHE, a, b)
-            y = self.replayed("after", a, x_BtD.device, run)
+            y = self._after(_without_graph(x_BtD), outs_BtHE, a, b)
         self.recorded = []
         self.beside = None
         if isinstance(y, Tensor) and not found:
@@ -222,15 +225,6 @@ class Traced:
         return y
 
     # -- what a LayerCall and its Backward call ----------------------------------------------------
-    def replayed(self, phase: str, start: int, device: torch.device, run):
-        """run(), for the tile at `start`. A forward saves the generators' state, a rerun restores
-        it.
-        """
-        if self.rng is None:
-            return run()
-        with replayed(self.rng, (phase, start), device):
-            return run()
-
     def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights):
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
@@ -287,7 +281,7 @@ class Traced:
             self.adding = weights.adding
             self.found = {}
         try:
-            with self.arguments.gradients() if self.wanted else nullcontext(()) as gradients:
+            with self.arguments.gradients() as gradients:
                 yield gradients
         # also after an out-of-memory error: the graph may live on, and would keep the sums
         finally:

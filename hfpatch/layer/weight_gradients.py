@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import hooked, without_hooks
-from hfpatch.layer.forward_state import ForwardState, as_in_forward, tensor_at
+from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
 
@@ -38,7 +38,7 @@ class WeightGradients(ExitStack):
         super().__enter__()
         self.enter_context(as_in_forward(self.state))
         places = zip(self.state.places, self.state.trained)
-        self.tensors = [tensor_at(*place) for place, trained in places if trained]
+        self.tensors = [table.get(name) for (_, table, name), trained in places if trained]
         for x in self.tensors:
             if not x.requires_grad:  # frozen since the forward
                 self.callback(x.requires_grad_, False)

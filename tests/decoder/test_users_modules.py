@@ -197,7 +197,7 @@ def test_a_class_that_is_patched_before_the_backward(way, monkeypatch):
     monkeypatch.setattr(LlamaMLP, "forward", other)
     with pytest.raises(
         RuntimeError,
-        match="hfpatch: hooks, forwards or merged adapters of a .*after backward",
+        match="hfpatch: modules, hooks, forwards or merged adapters of a .*after backward",
     ):
         loss.backward()
     assert LlamaMLP.forward is other
