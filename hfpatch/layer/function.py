@@ -12,7 +12,7 @@ from hfpatch.compat import is_fake, keeps_graph, version
 from hfpatch.context.current import having
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.forward_state import ForwardState
-from hfpatch.layer.gate_up import spares_gates
+from hfpatch.layer.gate_up import gate_up_columns
 from hfpatch.layer.graph_bytes import measured
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
@@ -55,7 +55,7 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     device = x.device
     # [Step 1] The call, and the tensors that its backward runs on.
     state = ForwardState(layer, traced.condition.snapshot)
-    tensors = [*traced.arguments.wanted, *state.wanted]
+    tensors = [*traced.arguments.wanted.values(), *state.wanted]
     timed = None
     if traced.traits.carries is not None and not state.gathered:
         timed = in_time(traced, policy, runtime, x)
@@ -74,7 +74,7 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
             return call.forward(x, where=None)
     # [Step 3] What is kept, and who measures it.
     if policy.keeps_gates(layer._hfpatch.index):
-        call.keeps_gates = spares_gates(layer, traced.traits, device.type)
+        call.keeps_gates = gate_up_columns(layer, traced.traits, device.type) > 0
     meter = runtime.meters.get(device)
     call.step = meter and meter.step
     runtime.link(call, x)

@@ -6,6 +6,7 @@ policy says so, and gate and up, which wait and return tile by tile. The policy 
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -116,9 +117,8 @@ class Kept:
             into = None
             if output is not None:
                 if self.out_buffers is None:
-                    made = [
-                        torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs
-                    ]
+                    empty = partial(torch.empty, device=self.device)
+                    made = [empty(o.shape, dtype=o.dtype) for o in self.outs]
                     transfers = self.queue.transfers
                     transfers.device.wait(transfers.device.mark(), transfers.to_device)
                     self.out_buffers = made
@@ -175,9 +175,8 @@ class Kept:
     # -- whole tensors -----------------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):
         """A fetch of whole tensors; None for an empty list."""
-        return (
-            self.queue.transfers.fetch([(s, 0, s.shape[1], None) for s in saved]) if saved else None
-        )
+        pieces = [(one, 0, one.shape[1], None) for one in saved]
+        return self.queue.transfers.fetch(pieces) if pieces else None
 
     def whole_outs(self, outs):
         """A function that returns the n-th attention output, for n in order. Each is freed after

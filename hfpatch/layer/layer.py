@@ -235,7 +235,7 @@ class TiledLayer(PatchedLayer):
         arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
         traced = Traced(
             self, arguments, known.traits, known.configs, r.batch,
-            r.condition, records=records, rng={} if r.condition.draws else None,
+            r.condition, self.stock_forward, records=records, rng={} if r.condition.draws else None,
             autocast=autocast_dtype(r.x.device.type),
         )  # fmt: skip
         try:
@@ -257,10 +257,12 @@ class TiledLayer(PatchedLayer):
         batch = r.batch
         # The function lives until backward. Holding the request would keep the hidden states on the
         # device, which are offloaded meanwhile.
-        given = Arguments(r.args, r.kwargs, *r.x.shape[:2])
+        args = r.args
+        kwargs = r.kwargs
+        B, T = r.x.shape[:2]
 
         def whole(h):
-            if runtime.weights.on and not needs_no_gradient(self, h, given.args, given.kwargs):
+            if runtime.weights.on and not needs_no_gradient(self, h, args, kwargs):
                 # autograd would save views of a slot, which the next layer overwrites
                 raise ValueError(
                     'hfpatch: Checkpointing(frozen_weights="host") needs layers that run tiled, got a '
@@ -269,10 +271,11 @@ class TiledLayer(PatchedLayer):
                 )
             isolated = nullcontext()
             if traits.mixers and batch is not None and batch.document_bounds is not None:
+                given = Arguments(args, kwargs, B, T)
                 configs = self._hfpatch.configs
                 isolated = documents_one_by_one(self, traits.mixers, given, configs, batch)
             with runtime.weights.forward(self, h.device), isolated:
-                return super(TiledLayer, self).forward(h, *given.args, **given.kwargs)
+                return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         return whole
 
@@ -280,8 +283,6 @@ class TiledLayer(PatchedLayer):
         runtime = self._hfpatch.runtime
         batch = r.batch
         configs = self._hfpatch.configs if batch is not None else ()
-        if r.kwargs.get("use_cache"):
-            r.kwargs["use_cache"] = False
 
         def run(h):
             # Backward runs this again, long after the model's forward has ended.

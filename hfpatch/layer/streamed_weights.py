@@ -168,10 +168,9 @@ class Packed:
                 # A storage of its own: saving a tensor must not save the whole block.
                 piece.host = piece.of(block, alone=True)
                 piece.host.copy_(piece.tensor, non_blocking=device.pins)
+                not_for_deepspeed(piece.tensor, True)
         device.synchronize(device.mark())
-        for piece in self.pieces:
-            piece.tensor.data = piece.host
-            not_for_deepspeed(piece.tensor, True)
+        self.rest()
 
     def given_others(self) -> bool:
         """Whether a tensor at rest lies in other memory now: its `.data` was replaced."""

@@ -25,8 +25,6 @@ from hfpatch.layer.weight_gradients import walk
 from hfpatch.parts.keeping import keeping
 from hfpatch.parts.unread import add_up, skippable, skipping
 
-_TENSOR = object()
-
 
 @dataclass
 class Traced:
@@ -35,7 +33,7 @@ class Traced:
     Attributes:
         layer, arguments, traits, configs, batch: as the call met them.
         condition: layer.condition.Condition, as long as it holds.
-        forward: the layer's own, if it is not a TiledLayer yet.
+        forward: the layer's own.
         autocast: its dtype in forward, or None.
         rng: generator states, by phase and tile; None if nothing in the layer draws random numbers.
         records: keys of what else transformers records inside the layer (router logits); None if it
@@ -51,8 +49,8 @@ class Traced:
 
     Of the last `after`:
         recorded: (key, dimensions) of each recorded tensor.
-        beside: the layer's further return values, with _TENSOR for tensors; None if it returns its
-            output alone.
+        beside: the layer's further return values, the class Tensor in place of each tensor; None if
+            it returns its output alone.
     """
 
     layer: nn.Module
@@ -61,7 +59,7 @@ class Traced:
     configs: tuple
     batch: object
     condition: Condition
-    forward: object = None
+    forward: object
     autocast: torch.dtype | None = None
     rng: dict | None = None
     records: tuple[str, ...] | None = ()
@@ -79,7 +77,7 @@ class Traced:
         mixers = self.traits.mixers
         stand_ins = standing_in(self.layer, mixers, role.mixer) if mixers else nullcontext()
         with asking(role), stand_ins, our_attention(self.configs, self.batch):
-            return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
+            return self.forward(x_BtD, *args, **kwargs)
 
     def before(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, then each
@@ -204,7 +202,7 @@ class Traced:
                 extras.append(_by_rows(x, x_BtD))
         if isinstance(y, Tensor):
             return [y, *extras]
-        self.beside = tuple(_TENSOR if isinstance(x, Tensor) else x for x in y[1:])
+        self.beside = tuple(Tensor if isinstance(x, Tensor) else x for x in y[1:])
         return [y[0], *extras, *(x for x in y[1:] if isinstance(x, Tensor))]
 
     def _after(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
@@ -220,7 +218,7 @@ class Traced:
         before = self.traits.unread_always
         names = tuple(n for n in self.traits.unread_after if unread and n not in before)
         with self._forwards(names, args[0].device.type, True):
-            y = (self.forward or self.layer.stock_forward)(*args, **kwargs)
+            y = self.forward(*args, **kwargs)
         self.beside = None if isinstance(y, Tensor) else y[1:]
         return y
 
@@ -293,7 +291,7 @@ class Traced:
         for key, dims in self.recorded:
             x = next(extras)
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
-        beside = self.beside and tuple(next(extras) if x is _TENSOR else x for x in self.beside)
+        beside = self.beside and tuple(next(extras) if x is Tensor else x for x in self.beside)
         for key, places in self.left.items():
             shared[key] = tuple(next(extras).transpose(1, 2) for _ in places)
         return y if beside is None else (y, *beside)
