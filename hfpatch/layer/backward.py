@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hfpatch.layer.kept import joined
 from hfpatch.layer.random_state import replayed
 
 
@@ -141,12 +142,8 @@ class Backward:
             )
             if self.need_x:
                 dx[:, a:b] = dx_t
-            if self.douts is None:
-                tokens = call.bounds[-1][1]
-                self.douts = [d.new_empty(d.shape[0], tokens, *d.shape[2:]) for d in douts_t]
-            for dout, dout_t in zip(self.douts, douts_t):
-                dout[:, a:b] = dout_t
-            x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
+            self.douts = joined(self.douts, douts_t, a, b, call.bounds[-1][1])
+            x_t = out_t = dys = dx_t = douts_t = None
         if self.need_x and call.mixes and call.policy.parks_dx:
             self.parked = [call.queue.transfers.save(dx)]
             call.queue.transfers.settle()
@@ -156,9 +153,8 @@ class Backward:
 
     # -- B -----------------------------------------------------------------------------------------
     def before_again(self) -> None:
-        self.qkv = self.call.before(
-            (index, x_t) for index, x_t, *_ in self.call.tiles(next(self.passes))
-        )
+        tiles = self.call.tiles(next(self.passes))
+        self.qkv = self.call.before((index, x_t) for index, x_t, *_ in tiles)
 
     # -- C -----------------------------------------------------------------------------------------
     def attend_backward(self, outs, dqkv: list) -> None:

@@ -24,7 +24,7 @@ from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
-from hfpatch.layer.kept import Kept
+from hfpatch.layer.kept import Kept, joined
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.time_ranks import RankTiles
 from hfpatch.layer.time_tiles import TimeTiles
@@ -91,12 +91,8 @@ class LayerCall(Kept):
             parts = self.traced.before(x_t, a, b)
             if len(self.bounds) == 1:
                 return parts
-            if whole is None:
-                tokens = self.bounds[-1][1]
-                whole = [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
-            for buffer, part in zip(whole, parts):
-                buffer[:, a:b] = part
-            parts = part = x_t = None
+            whole = joined(whole, parts, a, b, self.bounds[-1][1])
+            parts = x_t = None
         return whole
 
     def after(self, x_BTD: Tensor, outs: list, noting: bool) -> list[Tensor]:
@@ -118,11 +114,8 @@ class LayerCall(Kept):
             del noted, outs_t
             if len(self.bounds) == 1:
                 return tiles
-            if whole is None:
-                whole = [t.new_empty(len(t), x_BTD.shape[1], *t.shape[2:]) for t in tiles]
-            for out, tile in zip(whole, tiles):
-                out[:, a:b] = tile
-            del tiles, tile
+            whole = joined(whole, tiles, a, b, x_BTD.shape[1])
+            del tiles
         return whole
 
     # -- forward -----------------------------------------------------------------------------------
@@ -177,7 +170,7 @@ class LayerCall(Kept):
         transfers = self.queue.transfers
         calls = [*self.segment, self]
         first = calls[0]
-        x = transfers.fetch([(first.x, 0, first.x.shape[1], None)]).wait()[0]
+        x = self.ticket([first.x]).wait()[0]
         with torch.no_grad(), self._autocast():
             for call, above in zip(calls, calls[1:]):
                 if call is not first:

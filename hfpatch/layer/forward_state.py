@@ -58,7 +58,7 @@ class ForwardState:
 
     Attributes:
         places: (module, table, name) of each tensor; tensors: the tensors there; counts: their versions, or
-            None where the forward wrote to it; trained: those that required a gradient.
+            None where the forward wrote to it; wanted: those that require a gradient; trained: their places.
         gathered: whether an engine swaps the tensors.
     """
 
@@ -78,8 +78,8 @@ class ForwardState:
         self.tensors = [x for _, x in found.values()]
         sharded = any(is_shard(x) or is_view_of_flat(x) for x in self.tensors)
         self.gathered = sharded or any(map(in_fsdp2, modules))
-        self.trained = [x.requires_grad for x in self.tensors]
         self.wanted = [x for x in self.tensors if x.requires_grad]
+        self.trained = [place for place, x in found.values() if x.requires_grad]
         if self.gathered:
             self.tensors = []
         self.counts = list(map(version, self.tensors))

@@ -39,6 +39,15 @@ class Pass:
     pieces: list[list[tuple]]
 
 
+def joined(whole: list[Tensor] | None, tiles: list[Tensor], a: int, b: int, tokens: int) -> list:
+    """Writes tiles [B, b - a, ...] into whole tensors [B, tokens, ...], made with the first tile."""
+    if whole is None:
+        whole = [t.new_empty(t.shape[0], tokens, *t.shape[2:]) for t in tiles]
+    for into, tile in zip(whole, tiles):
+        into[:, a:b] = tile
+    return whole
+
+
 @dataclass(eq=False, kw_only=True)
 class Kept:
     """The saved tensors of a call. bounds: of its tiles; queue: of its device and tier, None if
@@ -189,9 +198,4 @@ class Kept:
         if outs is None:  # they never left the device
             outs = [saved.tensor() for saved in self.outs]
 
-        def take(n):
-            out = outs[n]
-            outs[n] = None
-            return out
-
-        return take
+        return lambda n: outs.pop(0)

@@ -275,9 +275,7 @@ class Traced:
 
     @contextmanager
     def for_backward(self, weights, several: bool):
-        if several:
-            self.adding = weights.adding
-            self.found = {}
+        self.adding = weights.adding if several else None
         try:
             with self.arguments.gradients() as gradients:
                 yield gradients

@@ -32,13 +32,12 @@ class WeightGradients(ExitStack):
         super().__init__()
         self.state = state
         self.several = several
-        self.sums: list[Tensor | None] = [None] * sum(state.trained)
+        self.sums: list[Tensor | None] = [None] * len(state.trained)
 
     def __enter__(self):
         super().__enter__()
         self.enter_context(as_in_forward(self.state))
-        places = zip(self.state.places, self.state.trained)
-        self.tensors = [table.get(name) for (_, table, name), trained in places if trained]
+        self.tensors = [table[name] for _, table, name in self.state.trained]
         for x in self.tensors:
             if not x.requires_grad:  # frozen since the forward
                 self.callback(x.requires_grad_, False)
