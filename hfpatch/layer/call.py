@@ -126,7 +126,8 @@ class LayerCall(Kept):
         rerun of a segment), None saves nothing.
         """
         try:
-            results = self.run_forward(x_BTD, where)
+            # A tile of x without a graph must not say that it requires a gradient.
+            results = self.run_forward(x_BTD.detach(), where)
         finally:
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.

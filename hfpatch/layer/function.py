@@ -56,15 +56,16 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     # [Step 1] The call, and the tensors that its backward runs on.
     state = ForwardState(layer, traced.condition.snapshot)
     tensors = [*traced.arguments.wanted.values(), *state.wanted]
-    timed = None
+    timed = {}
     if traced.traits.carries is not None and not state.gathered:
         timed = in_time(traced, policy, runtime, x)
     attention = Attention(wide=policy.aim == "fastest")
     if traced.batch.sequence is not None:
         attention = ExchangedAttention(traced.batch.sequence)
-    call = (LayerCall if timed is None else TimedCall)(
+    kind = TimedCall if timed else LayerCall
+    call = kind(
         layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, state=state,
-        shards=runtime.shards if policy.every == 1 else None, attention=attention, **(timed or {}),
+        shards=runtime.shards if policy.every == 1 else None, attention=attention, **timed,
     )  # fmt: skip
     # [Step 2] Without a gradient nothing is kept.
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):

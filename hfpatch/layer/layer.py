@@ -81,9 +81,8 @@ class PatchedLayer:
         """The ranks that share the rows of the running forward, or None."""
         if batch is not None:
             return batch.sequence
-        return next(
-            (s for c in self._hfpatch.configs if (s := sequence_now(c, self.training))), None
-        )
+        found = (sequence_now(config, self.training) for config in self._hfpatch.configs)
+        return next(filter(None, found), None)
 
     def _refuse_parts(self, batch: Batch | None, condition: Condition, timed: bool = False) -> None:
         """ValueError if tokens of different ranks may have to meet outside the attention that these

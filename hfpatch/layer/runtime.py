@@ -8,6 +8,7 @@ its layers one by one.
 
 import copy
 import weakref
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -201,15 +202,14 @@ class LayerRuntime(Policies):
         self.queues.clear()
 
 
+@dataclass
 class Waiting:
     """Names of the tensors that wait on the host now, in the runtime's model and in its PEFT
     wrapper.
     """
 
+    runtime: LayerRuntime
     _hfpatch = True
-
-    def __init__(self, runtime: LayerRuntime):
-        self.runtime = runtime
 
     def __iter__(self):
         owner = self.runtime.owner()

@@ -97,7 +97,7 @@ class Traced:
             self._forwards(names, device.type, unread),
             replayed(self.rng, ("before", a), device),
         ):
-            parts = self._before(_without_graph(x_BtD), a, b)
+            parts = self._before(x_BtD, a, b)
         # mixers cast their input themselves, and autocast leaves float64
         if self.autocast is not None:
             for i, x in enumerate(parts[: 3 * len(self.asked)]):
@@ -190,7 +190,7 @@ class Traced:
             keeping(noted, known) if noted is not None or known else nullcontext(),
             replayed(self.rng, ("after", a), device),
         ):
-            y = self._after(_without_graph(x_BtD), outs_BtHE, a, b)
+            y = self._after(x_BtD, outs_BtHE, a, b)
         self.recorded = []
         self.beside = None
         if isinstance(y, Tensor) and not found:
@@ -293,12 +293,6 @@ class Traced:
         for key, places in self.left.items():
             shared[key] = tuple(next(extras).transpose(1, 2) for _ in places)
         return y if beside is None else (y, *beside)
-
-
-def _without_graph(x: Tensor) -> Tensor:
-    """x, without requires_grad where no graph is made: a view made there keeps it, but has no
-    grad_fn."""
-    return x if torch.is_grad_enabled() else x.detach()
 
 
 def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
