@@ -86,8 +86,7 @@ class Backward:
         call = self.call
         traced = call.traced
         held = call.tiles(next(self.passes))
-        _, x, outs, gates = next(held)
-        a, b = call.bounds[0]
+        (a, b), x, outs, gates = next(held)
         # B
         if call.mixes:
             qkv, back = traced.before_again(x, a, b, self.need_x, self.weights, unread=False)
@@ -132,8 +131,7 @@ class Backward:
         traced = call.traced
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if self.need_x else None
         dy_tiles = list(map(call.cut, (dy, *self.recorded)))
-        for index, x_t, out_t, gates in call.tiles(next(self.passes)):
-            a, b = call.bounds[index]
+        for (a, b), x_t, out_t, gates in call.tiles(next(self.passes)):
             if self.outs is not None:
                 out_t = [o[:, a:b] for o in self.outs]
             dys = list(map(next, dy_tiles))
@@ -154,7 +152,7 @@ class Backward:
     # -- B -----------------------------------------------------------------------------------------
     def before_again(self) -> None:
         tiles = self.call.tiles(next(self.passes))
-        self.qkv = self.call.before((index, x_t) for index, x_t, *_ in tiles)
+        self.qkv = self.call.before((bounds, x_t) for bounds, x_t, *_ in tiles)
 
     # -- C -----------------------------------------------------------------------------------------
     def attend_backward(self, outs, dqkv: list) -> None:
@@ -189,10 +187,9 @@ class Backward:
             self.dx = torch.empty(saved.shape, dtype=saved.dtype, device=call.device)
             call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
         grads = list(map(call.cut, self.qkv))
-        for index, x_t, *_ in call.tiles(next(self.passes)):
-            a, b = call.bounds[index]
+        for (a, b), x_t, *_ in call.tiles(next(self.passes)):
             _, back = traced.before_again(x_t, a, b, self.need_x, self.weights, unread=True)
-            dx_t = back(list(map(next, grads)), self.dsinks if index == 0 else None)
+            dx_t = back(list(map(next, grads)), self.dsinks if a == 0 else None)
             if dx_t is not None:
                 self.dx[:, a:b].add_(dx_t)
             del x_t, back, dx_t

@@ -47,7 +47,11 @@ class LayerCall(Kept):
     below: object = None  # weak reference to the call of the layer below, whose backward is next
 
     def release(self) -> None:
-        super().release()
+        """Drops every saved tensor; the graph cannot be walked again."""
+        self.x = None
+        self.outs = []
+        self.lses = []
+        self.gates = []
         self.traced = self.attention = None
 
     @property
@@ -84,10 +88,9 @@ class LayerCall(Kept):
                 mixer.time = RankTiles(sequence, *given) if sequence else TimeTiles(*given)
 
     def before(self, tiles) -> list[Tensor]:
-        """q, k, v of whole rows, from an iterable of (index, x tile), without a graph."""
+        """q, k, v of whole rows, from an iterable of (bounds, x tile), without a graph."""
         whole = None
-        for index, x_t in tiles:
-            a, b = self.bounds[index]
+        for (a, b), x_t in tiles:
             parts = self.traced.before(x_t, a, b)
             if len(self.bounds) == 1:
                 return parts
@@ -148,7 +151,7 @@ class LayerCall(Kept):
             own = x_BTD if self.shards is None else self.shards.mine(x_BTD, self.bounds)
             self.x = self.queue.transfers.save(own)
         # [Step 2] q, k, v of all tokens, then attention over whole rows.
-        qkv = self.before(enumerate(self.cut(x_BTD)))
+        qkv = self.before(zip(self.bounds, self.cut(x_BTD)))
         outs, lses = self.attend(qkv, rerun=where == "rerun")
         left = [qkv[place] for pair in self.traced.left.values() for place in pair]
         del qkv
