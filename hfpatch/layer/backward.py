@@ -102,7 +102,7 @@ class Backward:
         del x, dys
         if call.mixes:
             # C
-            self.attend_backward(outs.__getitem__, [None] * len(self.qkv))
+            self.attend_backward(outs, [None] * len(self.qkv))
             del outs
             # D
             dx = back(self.qkv, self.dsinks)
@@ -114,7 +114,7 @@ class Backward:
         self.after_backward(dy)
         if self.call.mixes:
             self.before_again()
-            self.attend_backward(self.call.whole_outs(None), self.qkv)
+            self.attend_backward(self.call.whole_outs(), self.qkv)
             self.before_backward()
 
     def outs_again(self, dy: Tensor) -> None:
@@ -122,7 +122,7 @@ class Backward:
         self.outs, self.lses = self.call.attend(self.qkv, rerun=True)
         self.call.queue.transfers.settle()
         self.after_backward(dy)
-        self.attend_backward(self.call.whole_outs(self.outs), self.qkv)
+        self.attend_backward(self.outs, self.qkv)
         self.before_backward()
 
     # -- A -----------------------------------------------------------------------------------------
@@ -155,9 +155,9 @@ class Backward:
         self.qkv = self.call.before((bounds, x_t) for bounds, x_t, *_ in tiles)
 
     # -- C -----------------------------------------------------------------------------------------
-    def attend_backward(self, outs, dqkv: list) -> None:
-        """outs: a function that returns the n-th attention output; dqkv: where the gradients of
-        q, k, v are written: q, k, v themselves, or None for new tensors.
+    def attend_backward(self, outs: list[Tensor], dqkv: list) -> None:
+        """outs: the attention outputs, each freed after its use; dqkv: where the gradients of q, k, v
+        are written: q, k, v themselves, or None for new tensors.
         """
         call = self.call
         traced = call.traced
@@ -167,7 +167,9 @@ class Backward:
         for mixer in call.attention.mixers:
             mixer.gradients = [self.weights]
         with replayed(traced.rng, "attend", call.device):
-            self.dsinks = call.attention.backward(self.qkv, self.douts, outs, lses, dqkv)
+            self.dsinks = call.attention.backward(
+                self.qkv, self.douts, lambda n: outs.pop(0), lses, dqkv
+            )
         left = iter(self.left)
         for pair in traced.left.values():
             for place in pair:

@@ -169,15 +169,9 @@ class Kept:
         pieces = [(one, 0, one.shape[1], None) for one in saved]
         return self.queue.transfers.fetch(pieces) if pieces else None
 
-    def whole_outs(self, outs):
-        """A function that returns the n-th attention output, for n in order. Each is freed after
-        use.
-
-        outs: the outputs, if they were recomputed.
-        """
-        if outs is None:
-            outs = self.out_buffers
-        if outs is None:  # they never left the device
-            outs = [saved.tensor() for saved in self.outs]
-
-        return lambda n: outs.pop(0)
+    def whole_outs(self) -> list[Tensor]:
+        """The kept attention outputs, in buffers that a pass has filled or where they never left the
+        device."""
+        if self.out_buffers is not None:
+            return self.out_buffers
+        return [saved.tensor() for saved in self.outs]
