@@ -125,8 +125,8 @@ class Traced:
         self.mixers = []
         for name in self.traits.mixers:
             module = self.layer.get_submodule(name)
-            given = *note.mixed[name], self.configs, self.batch
-            mixer, x = self.arguments.mixer(module, *given)
+            args, kwargs = note.mixed[name]
+            mixer, x = self.arguments.mixer(module, args, kwargs, self.configs, self.batch)
             self.mixers.append(mixer)
             parts.append(x)
         return parts
@@ -183,6 +183,8 @@ class Traced:
             names = self.traits.unread_after
         if known:
             names = (*names, *gates_of(self.layer))
+        n = len(self.traits.attention)
+        role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
         device = x_BtD.device
         with (
             self._forwards(names, device.type, unread),
@@ -190,7 +192,7 @@ class Traced:
             keeping(noted, known) if noted is not None or known else nullcontext(),
             replayed(self.rng, ("after", a), device),
         ):
-            y = self._after(x_BtD, outs_BtHE, a, b)
+            y = self._run(role, x_BtD, *self.arguments.tile(a, b))
         self.recorded = []
         self.beside = None
         if isinstance(y, Tensor) and not found:
@@ -204,11 +206,6 @@ class Traced:
             return [y, *extras]
         self.beside = tuple(Tensor if isinstance(x, Tensor) else x for x in y[1:])
         return [y[0], *extras, *(x for x in y[1:] if isinstance(x, Tensor))]
-
-    def _after(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
-        n = len(self.traits.attention)
-        role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
-        return self._run(role, x_BtD, *self.arguments.tile(a, b))
 
     def run(self, args: tuple, kwargs: dict, unread: bool):
         """The layer's return value for a tile, with the mixers' states among these arguments.
@@ -260,18 +257,17 @@ class Traced:
         return parts, back
 
     def _walk(self, weights, outputs, grads, inputs: list[Tensor], given: list) -> list:
-        """The gradients of `inputs`, None where it wants none. given: stand-ins of the layer's
+        """The gradients of `inputs`, as of weight_gradients.walk. given: stand-ins of the layer's
         other arguments, with the sums of their gradients.
         """
         # Tiles of several rows are not contiguous, which some of torchao's products need.
         grads = [None if dy is None else dy.contiguous() for dy in grads]
-        wanted = [x for x in inputs if x.requires_grad]
-        found = iter(walk([weights], outputs, grads, [*wanted, *(x for _, x in given)]))
-        made = [next(found) if x.requires_grad else None for x in inputs]
-        for (into, _), grad in zip(given, found):
+        found = walk([weights], outputs, grads, [*inputs, *(x for _, x in given)])
+        n = len(inputs)
+        for (into, _), grad in zip(given, found[n:]):
             if grad is not None:
                 into.add_(grad)
-        return made
+        return found[:n]
 
     @contextmanager
     def for_backward(self, weights, several: bool):

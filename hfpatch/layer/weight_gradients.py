@@ -101,19 +101,21 @@ class WeightGradients(ExitStack):
         return sums
 
 
-def walk(layers: list[WeightGradients], outputs, grads, inputs) -> tuple[Tensor | None, ...]:
-    """The gradients of `inputs`, from the gradients of a tile's outputs; outputs without one, or
-    without a graph, are left out. Gradients of the layers' weights are added to their sums.
+def walk(layers: list[WeightGradients], outputs, grads, inputs) -> list[Tensor | None]:
+    """The gradients of `inputs`, None where it wants none, from the gradients of a tile's outputs;
+    outputs without one, or without a graph, are left out. Gradients of the layers' weights are added
+    to their sums.
     """
     pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
     weights = [x for layer in layers for x in layer.tensors]
-    if not pairs or not (inputs or weights):
-        return (None,) * len(inputs)
+    if not pairs or not (wanted or weights):
+        return [None] * len(inputs)
     ys, dys = zip(*pairs)
-    found = torch.autograd.grad(ys, [*inputs, *weights], dys, allow_unused=True)
-    made = iter(found[len(inputs) :])
+    found = iter(torch.autograd.grad(ys, [*wanted, *weights], dys, allow_unused=True))
+    made = [next(found) if x.requires_grad else None for x in inputs]
     for layer in layers:
-        for index, grad in zip(range(len(layer.tensors)), made):
+        for index, grad in zip(range(len(layer.tensors)), found):
             if grad is not None:
                 layer.add(index, grad)
-    return found[: len(inputs)]
+    return made

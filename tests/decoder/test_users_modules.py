@@ -123,7 +123,7 @@ def over_all_tokens(x):
 @pytest.fixture
 def declared():
     yield [hfpatch.token_wise(kind) for kind in (Plain, PlainNorm, Bare)]
-    strangers._DECLARED.difference_update({Plain, PlainNorm, Bare})
+    strangers.TOKEN_WISE.difference_update({Plain, PlainNorm, Bare})
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
