@@ -114,8 +114,8 @@ class LayerRuntime(Policies):
     def _look(self, hidden_BT: Tensor, dy_BTD: Tensor) -> None:
         # NaN, which a mask of zeros does not remove, is not above 0.
         size_BT = torch.linalg.vector_norm(dy_BTD.detach(), torch.inf, -1)
-        before = False if self.padding_read is None else self.padding_read
-        self.padding_read = (hidden_BT & (size_BT > 0)).any() | before
+        read = (hidden_BT & (size_BT > 0)).any()
+        self.padding_read = read if self.padding_read is None else read | self.padding_read
 
     def padding_is_read(self, unknown: bool) -> bool:
         """Whether a gradient reached padding in an earlier backward of this model. unknown: the
@@ -179,15 +179,14 @@ class LayerRuntime(Policies):
         from then on.
         """
         owner = self.owner()
+        to = function(torch.empty(0, dtype=torch.uint8, device="cpu")).device
         auto = self.checkpointing.frozen_weights == "auto" and not self.weights.on
         first = owner is not None and layer._hfpatch.index == 0
-        if auto and first and frozen_tables(layer):
-            device = function(torch.empty(0, dtype=torch.uint8, device="cpu")).device
-            if policies.metered(device):
-                coming = [p for p in owner.parameters() if p.device != device]
-                nbytes = sum(p.numel() * p.element_size() for p in coming)
-                self.weights.on = nbytes > memory.gpu_free(device)
-        return self.weights.staying(layer, function)
+        if auto and first and policies.metered(to) and frozen_tables(layer):
+            coming = [p for p in owner.parameters() if p.device != to]
+            nbytes = sum(p.numel() * p.element_size() for p in coming)
+            self.weights.on = nbytes > memory.gpu_free(to)
+        return self.weights.staying(layer, to)
 
     def close(self) -> None:
         """Frees host memory, streams and files, except what a graph still holds."""

@@ -79,7 +79,9 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
                 f"{name}: a {kind.__module__}.{kind.__qualname__} that hfpatch does not know "
                 "(hfpatch.token_wise declares one that computes each token alone)"
             )
-        for inner, m in modules_of(module).items() if kind is MADE_FROM[type(module)] else ():
+        if kind is not MADE_FROM[type(module)]:
+            continue
+        for inner, m in modules_of(module).items():
             base = in_adapter and inner in WRAPPED  # what PEFT wraps has its wrapper's name
             todo.append((name if base else f"{name}.{inner}", m, in_adapter and not base))
     return None
@@ -102,10 +104,11 @@ def _projects(module: nn.Module, kind: type) -> bool:
 def kinds_in(layer: nn.Module) -> frozenset[type]:
     """The classes of the modules in a layer that run known code."""
     home = package_of(layer)
-    kinds = {MADE_FROM[type(m)] for m in layer.modules()}
-    return frozenset(
-        k for k in kinds if k.forward is LINEAR or _is_known(k, home) and _is_known(k.forward, home)
-    )
+    found = set()
+    for kind in {MADE_FROM[type(m)] for m in layer.modules()}:
+        if kind.forward is LINEAR or _is_known(kind, home) and _is_known(kind.forward, home):
+            found.add(kind)
+    return frozenset(found)
 
 
 def _is_known(code, home: str) -> bool:

@@ -248,12 +248,11 @@ class StreamedWeights:
         return max((packed.nbytes for packed in self.packed.values()), default=0)
 
     @contextmanager
-    def staying(self, layer: nn.Module, function):
-        """Context in which `function`, which Module._apply applies to a layer's tensors, skips
-        those that wait on the host.
+    def staying(self, layer: nn.Module, to: torch.device):
+        """Context in which Module._apply, which moves a layer's tensors to a device, skips those that
+        wait on the host.
         """
         staying = []
-        to = function(torch.empty(0, device="cpu")).device
         if self.on and (self.packed or to.type != "cpu"):
             staying = frozen_tables(layer)
         for table, n in staying:

@@ -294,8 +294,6 @@ class Traced:
 def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
     """A recorded tensor as [B, t, ...]; it may come as [B*t, ...]."""
     B, t = x_BtD.shape[:2]
-    return (
-        recorded.unflatten(0, (B, t))
-        if recorded.shape[0] == B * t and recorded.shape[:2] != (B, t)
-        else recorded
-    )
+    if recorded.shape[:2] == (B, t) or recorded.shape[0] != B * t:
+        return recorded
+    return recorded.unflatten(0, (B, t))
