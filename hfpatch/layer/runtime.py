@@ -72,7 +72,6 @@ class LayerRuntime(Policies):
         self.sequence = None
         self.exchanges_tokens = False
         self.copy_room = 0
-        self._begun = False  # whether the stack began a forward and no layer ran yet
         self.hidden_BT: Tensor | None = None
         self.padding_read: bool | Tensor | None = None
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
@@ -179,7 +178,7 @@ class LayerRuntime(Policies):
         from then on.
         """
         owner = self.owner()
-        to = function(torch.empty(0, dtype=torch.uint8, device="cpu")).device
+        to = function(torch.empty(0, device="cpu")).device
         auto = self.checkpointing.frozen_weights == "auto" and not self.weights.on
         first = owner is not None and layer._hfpatch.index == 0
         if auto and first and policies.metered(to) and frozen_tables(layer):
