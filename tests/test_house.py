@@ -100,8 +100,7 @@ FIELDS = {
     ("layer/condition.py", "Condition"): 9,
     ("layer/measured_step.py", "Step"): 12,
     ("layer/backward.py", "Backward"): 12,
-    ("context/current.py", "_Current"): 5,  # thread-local, as the next
-    ("parts/keeping.py", "_Here"): 1,
+    ("context/current.py", "_Current"): 6,  # thread-local
 }
 ATTRIBUTES = 19  # most names of attributes and methods that begin with _hfpatch_
 

@@ -111,13 +111,9 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
     return "flash" if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3") else backend
 
 
-def _kernel_width(q: Tensor, v: Tensor) -> int:
-    """The head dim at which kernels run q, k and v of different ones: a multiple of 8."""
-    return -(-max(q.shape[3], v.shape[3]) // 8) * 8
-
-
-def _widened(xs: list[Tensor], width: int) -> list[Tensor]:
-    """The tensors padded with zeros to `width` columns."""
+def _widened(xs: list[Tensor]) -> list[Tensor]:
+    """The tensors padded with zeros to one head dim, a multiple of 8."""
+    width = -(-max(x.shape[3] for x in xs) // 8) * 8
     missing = [width - x.shape[3] for x in xs]
     return [nn.functional.pad(x, (0, n)) if n else x for x, n in zip(xs, missing)]
 
@@ -192,7 +188,7 @@ def attention_forward(
             qkv = [x.contiguous() for x in qkv]
         width = v_BTKE.shape[3]
         if q_BTHE.shape[3] != width:
-            qkv = _widened(qkv, _kernel_width(q_BTHE, v_BTKE))
+            qkv = _widened(qkv)
         if chosen == "fa2":
             out, lse, state = _fa2_forward(*qkv, pattern, scale)
         elif pattern.documents is not None:
@@ -230,19 +226,15 @@ def attention_backward(
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
-        qkv = [q, k, v]
         # dout and out are contiguous on every path. FA2 would copy other layouts itself. cuDNN's
         # plans are cached by the strides of q, k and v alone in torch up to 2.13
         # (aten/native/cudnn/MHA.cpp); later versions expect q's layout in both.
-        ends = [dout_BTHE.contiguous(), out.contiguous()]
+        given = [dout_BTHE.contiguous(), q, k, v, out.contiguous()]
         if chosen == "cudnn" or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-            qkv = [x.contiguous() for x in qkv]
+            given = [x.contiguous() for x in given]
         widens = q.shape[3] != v.shape[3]
         if widens:
-            width = _kernel_width(q, v)
-            qkv = _widened(qkv, width)
-            ends = _widened(ends, width)
-        given = [ends[0], *qkv, ends[1]]
+            given = _widened(given)
         if chosen == "fa2":
             grads = _fa2_backward(*given, lse, state, pattern, scale)
         elif pattern.documents is not None:

@@ -30,11 +30,11 @@ Heads = namedtuple("Heads", "call groups backend")
 
 def _options(of: Heads, hs: slice) -> dict:
     """The keywords of attention_forward and attention_backward for a group of query heads."""
-    sinks = of.call.sinks_H
-    return {
-        "scale": of.call.scale, "pattern": of.call.pattern, "backend": of.backend,
-        "sinks_H": None if sinks is None else sinks[hs],
-    }  # fmt: skip
+    call = of.call
+    sinks = call.sinks_H
+    if sinks is not None:
+        sinks = sinks[hs]
+    return {"scale": call.scale, "pattern": call.pattern, "backend": of.backend, "sinks_H": sinks}
 
 
 def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
@@ -56,7 +56,8 @@ def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
     repeat = H // K
     groups = []
     for a in range(0, K, width):
-        groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
+        b = a + width
+        groups.append((slice(a * repeat, b * repeat), slice(a, b)))
     return groups
 
 
@@ -88,9 +89,11 @@ class Attention:
             outs: out [B, T, H, E] of every call, then the mixers' outputs [B, T, D].
             lses: one per call.
         """
-        self.heads, self.states = [], []
+        self.heads = []
+        self.states = []
         self.mixers = mixers
-        outs, lses = [], []
+        outs = []
+        lses = []
         for call, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             heads = Heads(call, groups_of(q, k.shape[2], self.wide), pick(q))
             out, lse, state = attention_forward(q, k, v, **_options(heads, slice(None)))

@@ -130,10 +130,10 @@ def buffers_copied(layer: nn.Module):
 
 def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
     """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens."""
-    call, x_BTD = captured(stack, layer)
     traits = LayerTraits()
     with buffers_copied(layer) as written:
         try:
+            call, x_BTD = captured(stack, layer)
             traits = _where_it_mixes(call, x_BTD)
             if traits.reason is None:
                 traits = _Probe(call, x_BTD, traits).answers()
@@ -259,7 +259,9 @@ class _Probe:
             return []
         ys, dys = zip(*pairs)
         weights = [p for p in self.call.layer.parameters() if p.requires_grad]
-        return torch.autograd.grad(ys, [x_BTD, *outs, *weights], dys, allow_unused=True)
+        return torch.autograd.grad(
+            ys, [x_BTD, *outs, *weights], dys, allow_unused=True, materialize_grads=True
+        )
 
     def _output(self, traits: LayerTraits) -> list[Tensor]:
         with torch.no_grad():
@@ -304,7 +306,4 @@ class _Probe:
 
 
 def _equal(ours, theirs) -> bool:
-    return all(
-        a is b or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(ours, theirs, strict=True)
-    )
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -43,8 +43,8 @@ def _four_bits(module, dtype) -> Tensor:
 
 
 def _eight_bits(module, dtype) -> Tensor:
-    codes, scales = module.state.CB, module.state.SCB
-    return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+    scales = module.state.SCB.unsqueeze(1).mul(1.0 / 127.0)
+    return module.state.CB.to(dtype, copy=True).mul_(scales)
 
 
 # Class of a quantised Linear -> its dense weight, as its own backward computes it.

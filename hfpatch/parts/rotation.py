@@ -4,7 +4,7 @@ equal.
 
 import inspect
 import types
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,12 @@ class _Names(dict):
 
 def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor, ...]:
     """(q, k, cos, sin)."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, cos, sin = (
-        torch.randn(shape, generator=generator)
-        for shape in ((2, 4, 5, 16), (2, 2, 5, 16), (1, 5, 8), (1, 5, 8))
-    )
-    cos, sin = (torch.cat((x, x), -1).to(of_angles) for x in (cos, sin))
-    return q.to(dtype), k.to(dtype), cos, sin
+    make = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q = make(2, 4, 5, 16).to(dtype)
+    k = make(2, 2, 5, 16).to(dtype)
+    cos = make(1, 5, 8).repeat(1, 1, 2).to(of_angles)
+    sin = make(1, 5, 8).repeat(1, 1, 2).to(of_angles)
+    return q, k, cos, sin
 
 
 @cache

@@ -320,9 +320,6 @@ def test_the_user_names_a_kernel(card, monkeypatch):
     monkeypatch.setenv("HFPATCH_ATTENTION", "cudnn")
     assert {A.pick(on_cuda(n)) for n in range(200, 300)} == {"cudnn"}
     assert A.pick(on_cuda(1)) == "flash"
-    monkeypatch.setenv("HFPATCH_ATTENTION", "cudn")
-    with pytest.raises(ValueError, match="HFPATCH_ATTENTION must be one of cpu, flash, .* got 'cu"):
-        A.pick(on_cuda(200))
 
 
 def test_widened_heads_go_to_fa2():
