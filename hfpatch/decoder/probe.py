@@ -259,9 +259,7 @@ class _Probe:
             return []
         ys, dys = zip(*pairs)
         weights = [p for p in self.call.layer.parameters() if p.requires_grad]
-        return torch.autograd.grad(
-            ys, [x_BTD, *outs, *weights], dys, allow_unused=True, materialize_grads=True
-        )
+        return torch.autograd.grad(ys, [x_BTD, *outs, *weights], dys, materialize_grads=True)
 
     def _output(self, traits: LayerTraits) -> list[Tensor]:
         with torch.no_grad():

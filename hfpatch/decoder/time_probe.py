@@ -26,7 +26,8 @@ from hfpatch.layer.traits import LayerTraits
 CLOSE = {torch.float64: 3e-6, torch.float32: 1e-4}
 VISIBLE = 10  # a lost state must change the result by at least this many times CLOSE
 ODD = 5  # tokens beyond two chunks
-OUTPUT, INPUT = "its output", "its input's gradient"
+OUTPUT = "its output"
+INPUT = "its input's gradient"
 
 
 class Runs:
@@ -71,18 +72,17 @@ class Runs:
         if self.dout is None:
             self.dout = torch.randn_like(out)
         inputs = {INPUT: self.x, **self.weights}
-        grads = torch.autograd.grad(
-            out, list(inputs.values()), self.dout, allow_unused=True, materialize_grads=True
-        )
+        grads = torch.autograd.grad(out, list(inputs.values()), self.dout, materialize_grads=True)
         return {OUTPUT: out.detach()} | dict(zip(inputs, grads))
 
 
 def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
     """The relative difference of each result."""
-    least = 1e-6 * max(x.float().norm().item() for x in theirs.values())
+    sizes = {name: x.float().norm() for name, x in theirs.items()}
+    least = 1e-6 * max(sizes.values())
     found = {}
-    for name, x in theirs.items():
-        error = (ours[name] - x).float().norm() / x.float().norm().clamp_min(least)
+    for name, size in sizes.items():
+        error = (ours[name] - theirs[name]).float().norm() / size.clamp_min(least)
         found[name] = error.nan_to_num(nan=float("inf")).item()
     return found
 
@@ -93,18 +93,19 @@ def ask_in_time(stack: nn.Module, layer: nn.Module, traits: LayerTraits) -> Laye
         return traits
     if not traits.mixing:
         return replace(traits, carries="")
-    found = {name: _why_whole(stack, layer, traits, name) for name in traits.mixers}
-    named = {name: state_argument(layer.get_submodule(name)) for name in traits.mixers}
-    traits = replace(
-        traits,
-        timed=tuple((name, named[name]) for name, reason in found.items() if reason is None),
-        untimed=tuple((name, reason) for name, reason in found.items() if reason is not None),
-    )
-    alone = not traits.attention and len(traits.timed) == 1 and not traits.untimed
-    argument = state_argument(layer)
-    if not alone or argument is None or _why_whole(stack, layer, traits, "") is not None:
-        return traits
-    return replace(traits, carries=argument)
+    timed = []
+    untimed = []
+    for name in traits.mixers:
+        reason = _why_whole(stack, layer, traits, name)
+        if reason is None:
+            timed.append((name, state_argument(layer.get_submodule(name))))
+        else:
+            untimed.append((name, reason))
+    traits = replace(traits, timed=tuple(timed), untimed=tuple(untimed))
+    alone = not traits.attention and not untimed and len(timed) == 1
+    if alone and _why_whole(stack, layer, traits, "") is None:
+        return replace(traits, carries=state_argument(layer))
+    return traits
 
 
 def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
@@ -138,9 +139,9 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
     if not name and any(isinstance(x, Tensor) for x in mixer.traced.beside or ()):
         return "it returns tensors beside its output"
     for key in runs.keys if name else ():  # a layer's states are its mixer's, tried before
-        lost = differences(runs.tiles(*cuts, key=key, change=torch.zeros_like), whole)[OUTPUT]
-        unread = differences(runs.tiles(*cuts, key=key, change=Tensor.detach), whole)
-        least = min(lost, max(unread.values()))
+        lost = runs.tiles(*cuts, key=key, change=torch.zeros_like)
+        unread = runs.tiles(*cuts, key=key, change=Tensor.detach)
+        least = min(differences(lost, whole)[OUTPUT], max(differences(unread, whole).values()))
         if not least >= VISIBLE * close:
             return f"its {key[0]} state changes too little to compare ({least:.0e})"
     return None

@@ -151,9 +151,6 @@ class _InPlaceOf(torch.autograd.Function):
         return None, dy
 
 
-_in_place_of = _InPlaceOf.apply
-
-
 class FusedMLP:
     """A gated MLP with one kernel for activation(gate) * up."""
 
@@ -168,7 +165,7 @@ class FusedMLP:
             noted[:] = made
         if known:
             # The kept values. Their gradients go to the projections, whose values are unread.
-            made = [_in_place_of(k, y) for k, y in zip(known, made, strict=True)]
+            made = [_InPlaceOf.apply(k, y) for k, y in zip(known, made, strict=True)]
         if len(made) == 1:
             made = made[0].chunk(2, dim=-1)
         gate, up = made
