@@ -187,7 +187,7 @@ def is_watched(model, kwargs) -> bool:
     hooked = hooks_on_all() or watched_by_user(inside) is not None
     if hooked or not theirs:
         return True
-    return asks_for("output_hidden_states", model.config, kwargs)
+    return asks_for("output_hidden_states", model, kwargs)
 
 
 # --- forwards for a moment ------------------------------------------------------------------------

@@ -224,11 +224,11 @@ def refuse_in_the_midst() -> None:
         )
 
 
-def asks_for(name: str, config, kwargs) -> bool:
-    """Whether the caller, or else the config, asks for a forward's further outputs
+def asks_for(name: str, model, kwargs) -> bool:
+    """Whether the caller, or else the model's config, asks for a forward's further outputs
     (output_hidden_states and its like)."""
     asked = kwargs.get(name)
-    return bool(getattr(config, name, False) if asked is None else asked)
+    return bool(getattr(model.config, name, False) if asked is None else asked)
 
 
 @contextmanager

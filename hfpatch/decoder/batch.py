@@ -185,7 +185,7 @@ def read_batch(stack, kwargs: dict, watched: bool) -> Given | None:
         # Under its own checkpointing transformers makes no cache.
         makes_cache=bool(getattr(config, "use_cache", False)) and not checkpoints,
         uncached=current.outer.uncached,
-        probabilities=asks_for("output_attentions", config, kwargs),
+        probabilities=asks_for("output_attentions", stack, kwargs),
         encoder=kwargs.get("encoder_hidden_states") is not None,
         idle_BT=idle,
         watched=watched,

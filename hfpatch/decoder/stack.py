@@ -70,7 +70,7 @@ class PatchedStack(KeepsSignature):
             return super().forward(**kwargs)
         outer = current.outer
         embeds = outer.embeds if outer.causal else self
-        if asks_for("output_hidden_states", self.config, kwargs):
+        if asks_for("output_hidden_states", self, kwargs):
             embeds = None
         with having(outer=outer._replace(embeds=embeds)):
             return super().forward(**kwargs)
@@ -153,7 +153,7 @@ def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
     """
     given, cached, changes = without_unread_cache(given)
     if given.sequence is not None:
-        if asks_for("output_router_logits", stack.config, kwargs):
+        if asks_for("output_router_logits", stack, kwargs):
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)
         given, shared = share_rows(given)

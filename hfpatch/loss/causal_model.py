@@ -175,7 +175,7 @@ class FusedCausalLM(TellsPositions):
         return modules_of(self.get_submodule(self._hfpatch_holder))[self._hfpatch_head_name]
 
     def _hfpatch_stock(self, kwargs):
-        embeds = None if asks_for("output_hidden_states", self.config, kwargs) else self
+        embeds = None if asks_for("output_hidden_states", self, kwargs) else self
         return super()._hfpatch_stock(kwargs, causal=True, embeds=embeds)
 
     def _hfpatch_forward(self, args, kwargs):
