@@ -49,7 +49,7 @@ def fuse_parts(decoder: Decoder, option: str, report: Report) -> None:
     for module in decoder.stack.modules():
         if not type(module).__name__.endswith(ending) or is_patched(module):
             continue
-        found = part_of(module)
+        found = replaced_forward(module) or part_of(module)
         if isinstance(found, str):
             left[type(module).__name__, found] += 1
             continue

@@ -79,10 +79,8 @@ def supported(
     if pattern.softcap is not None:
         return "no kernel caps scores and has a backward of its own"
     if dtype not in HALF:
-        if pattern.documents is not None:
-            return "kernels for packed documents take fp16 or bf16"
-        if pattern.window is not None:
-            return "kernels for a window take fp16 or bf16"
+        if pattern.documents is not None or pattern.window is not None:
+            return "kernels for packed documents or a window take fp16 or bf16"
         return None
     if head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8"
@@ -98,17 +96,18 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
     """
     if backend == "blocks":
         return backend
-    if backend == "cpu":
-        return "blocks" if pattern.window is not None or pattern.softcap is not None else backend
-    if supported(q.shape[3], q.dtype, q.device, pattern):
+    if backend == "cpu" and pattern.window is None and pattern.softcap is None:
+        return backend
+    if backend == "cpu" or supported(q.shape[3], q.dtype, q.device, pattern):
         return "blocks"
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
-    # cuDNN and FA3 were not compared at the head dims that _widened makes. FA2 takes any multiple
-    # of 8.
-    return "flash" if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3") else backend
+    if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3"):
+        # These were not compared at the head dims that _widened makes. FA2 takes any multiple of 8.
+        return "flash"
+    return backend
 
 
 def _widened(xs: list[Tensor]) -> list[Tensor]:
@@ -149,7 +148,9 @@ def _packed_backward(
 
 def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
     """lse as a view [B, H, T]. Packed kernels return [H, N], cuDNN [B, H, T, 1]; some pad T."""
-    lse = lse.unflatten(1, (B, T)).transpose(0, 1) if lse.dim() == 2 else lse[:, :, :T]
+    if lse.dim() == 2:
+        return lse.unflatten(1, (B, T)).transpose(0, 1)
+    lse = lse[:, :, :T]
     return lse.squeeze(3) if lse.dim() == 4 else lse
 
 
@@ -250,5 +251,7 @@ def attention_backward(
     # bfloat16 has float32's range: products lose bits but do not underflow.
     wide = out.dtype if out.dtype == torch.bfloat16 else lse.dtype
     delta_BTH = (dout_BTHE.to(wide) * out.to(wide)).sum(-1, dtype=lse.dtype)
-    share_BHT = torch.exp(sinks_H.to(lse.dtype)[:, None] - _per_head(lse, *q.shape[:2]))
-    return *grads, -(share_BHT * _turned(delta_BTH)).sum((0, 2)).to(sinks_H.dtype)
+    lse_BHT = _per_head(lse, *q.shape[:2])
+    share_BHT = torch.exp(sinks_H.to(lse.dtype)[:, None] - lse_BHT)
+    dsinks_H = -(share_BHT * _turned(delta_BTH)).sum((0, 2))
+    return *grads, dsinks_H.to(sinks_H.dtype)

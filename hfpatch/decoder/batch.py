@@ -113,8 +113,9 @@ class Given:
     @property
     def covers_the_cache(self) -> bool:
         """Whether the mask is [B, more than T]: it describes the tokens in the cache too."""
-        two = isinstance(self.mask, Tensor) and self.mask.dim() == 2 and len(self.mask) == self.B
-        return two and self.cache is not None and self.mask.shape[1] > self.T
+        if self.cache is None or not isinstance(self.mask, Tensor) or self.mask.dim() != 2:
+            return False
+        return len(self.mask) == self.B and self.mask.shape[1] > self.T
 
     @cached_property
     def seen(self) -> Tensor | None:
@@ -123,7 +124,7 @@ class Given:
             return self.rows_mask
         if self.covers_the_cache:
             return self.mask[:, -self.T :]
-        if self.own and self.T > 1:
+        if self.T > 1:
             cached = 0 if self.cache is None else cached_tokens(self.cache)
             if cached is None:
                 cached = max(0, self.mask.shape[-1] - self.T)
@@ -203,12 +204,13 @@ def share_rows(given: Given) -> tuple[Given, dict]:
     """
     if given.cache is not None:
         raise not_exchanged("a KV cache")
-    beside = {
-        "labels": current.labelled.labels,
-        "position_ids": given.positions,
-        "attention_mask": given.rows_mask,
-    }
-    refuse_uneven_rows(given.sequence, given.tokens, **beside)
+    refuse_uneven_rows(
+        given.sequence,
+        given.tokens,
+        labels=current.labelled.labels,
+        position_ids=given.positions,
+        attention_mask=given.rows_mask,
+    )
     if given.positions is None:
         raise ValueError(
             "hfpatch: sequences on several ranks need position_ids, got none: each rank would "
@@ -307,8 +309,10 @@ def _refuse_mixed_documents(given: Given, traits: StackTraits) -> None:
 
 def _settle_cache(given: Given, cached: bool) -> tuple[bool, dict]:
     """(whether the layers read or fill a KV cache, the changes)."""
-    if given.cache is not None or given.use_cache is not None:
-        return given.cache is not None or given.use_cache, {}
+    if given.cache is not None:
+        return True, {}
+    if given.use_cache is not None:
+        return given.use_cache, {}
     if cached and not given.trains and not given.packed:
         return True, {}
     # Models make a cache in training too, which nothing reads. RWKV makes none there.
@@ -380,9 +384,10 @@ def _by_transformers(given: Given, traits: StackTraits, why: str) -> tuple[str |
             refuse_packed(given.kind, "do not pack padded sequences")
     if traits.mixers and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
+    if not (traits.ours and given.tiled and given.trains):
+        return None, changes  # the report tells of a stack that cannot have hfpatch's attention
     line = f"the layers of {given.kind.__name__} run untiled, their inputs offloaded: {why}."
-    # The report tells of a stack that cannot have hfpatch's attention.
-    return line if traits.ours and given.tiled and given.trains else None, changes
+    return line, changes
 
 
 def cached_tokens(cache) -> int | None:

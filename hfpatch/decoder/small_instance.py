@@ -140,7 +140,8 @@ def _scale_rotation(small, rope: dict, latent: bool) -> None:
     if not any(isinstance(inner, dict) for inner in rope.values()):
         # Numbers of rotated pairs for height, width and time. ERNIE needs the first two equal.
         # Models without images do not read mrope_section.
-        rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
+        side = pairs * 3 // 8
+        rope["mrope_section"] = [side, side, pairs - 2 * side]
 
 
 def _scaled_override(values: dict, config) -> dict:
@@ -260,7 +261,8 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
     """
     bases = [c for c in stack_class.__mro__ if getattr(c, "forward", None) is stack_class.forward]
     first_error = None
-    for base, (derived, twice) in product(bases, ((False, False), (True, False), (True, True))):
+    tries = ((False, False), (True, False), (True, True))
+    for base, (derived, twice) in product(bases, tries):
         try:
             return _small_stack(base, config, kinds, base is stack_class, derived, twice)
         except Exception as error:  # a user's own __init__ may need any argument
@@ -285,12 +287,9 @@ def _small_stack(
     at = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) in times]
     n_layers = max(at[-1] + 1, 1 + derived)
     exact = exact and n_layers <= MOST_LAYERS
-    if len(at) > MOST_LAYERS:
-        raise ValueError(f"it has {len(at)} kinds of layers")
-    if n_layers > MOST_LAYERS:
-        small = scaled_config(config, len(at), at)
-    else:
-        small = scaled_config(config, n_layers)
+    if n_layers <= MOST_LAYERS:
+        at = range(n_layers)
+    small = scaled_config(config, len(at), at)
     if derived:
         small.__post_init__()
     with torch.device("meta"):

@@ -47,8 +47,7 @@ class Runs:
         self.mixer = mixer
         self.weights = weights
         self.x = x_BtD.detach().requires_grad_()
-        self.dout: Tensor | None = None
-        self.keys: tuple = ()
+        self.dout = torch.randn_like(x_BtD)  # a mixer's output has its input's shape
         mixer.time = TimeTiles(argument, 1)
 
     def whole(self) -> dict[str, Tensor]:
@@ -69,8 +68,6 @@ class Runs:
         return self._results(torch.cat(outs, 1))
 
     def _results(self, out: Tensor) -> dict[str, Tensor]:
-        if self.dout is None:
-            self.dout = torch.randn_like(out)
         inputs = {INPUT: self.x, **self.weights}
         grads = torch.autograd.grad(out, list(inputs.values()), self.dout, materialize_grads=True)
         return {OUTPUT: out.detach()} | dict(zip(inputs, grads))

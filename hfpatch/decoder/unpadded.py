@@ -58,10 +58,10 @@ class PackedRow:
         leaves, spec = pytree.tree_flatten(
             (args, kwargs), is_leaf=lambda x: isinstance(x, dict) and x is not kwargs
         )
-        given = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
-        if x_BTD.dim() != 3 or any(x is GONE for x in given) or collected_now():
+        leaves = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
+        if x_BTD.dim() != 3 or any(x is GONE for x in leaves) or collected_now():
             return layer(x_BTD, *args, **kwargs)
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
         y_BTD, writes, x_1ND = self.last
         if y_BTD is not x_BTD or version(x_BTD) != writes or x_BTD.is_inference():
             x_1ND = x_BTD.flatten(0, 1).index_select(0, self.at_N)[None]
@@ -89,8 +89,10 @@ def _packed(batch: Batch, at_N: Tensor, B: int, T: int, x):
         return x
     if not axis or x.shape[axis - 1] not in (1, B):
         return GONE
-    rows = x.movedim((axis - 1, axis), (0, 1)).expand(B, *(-1,) * (x.dim() - 1))
-    return rows.flatten(0, 1).index_select(0, at_N)[None].movedim((0, 1), (axis - 1, axis))
+    places = (axis - 1, axis)
+    rows = x.movedim(places, (0, 1))
+    tokens = rows.expand(B, *rows.shape[1:]).flatten(0, 1)
+    return tokens.index_select(0, at_N)[None].movedim((0, 1), places)
 
 
 def packed_row(
@@ -122,5 +124,6 @@ def packed_row(
 
 def _rounded(tokens: int) -> int:
     """A multiple of the largest power of two within FILLER of the tokens."""
-    step = 1 << max(int(tokens * FILLER), 1).bit_length() - 1
+    filler = max(int(tokens * FILLER), 1)
+    step = 1 << filler.bit_length() - 1
     return -(-tokens // step) * step

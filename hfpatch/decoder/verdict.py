@@ -10,7 +10,6 @@ the report says so.
 
 import copy
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -158,10 +157,10 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
     difference = expected.differs(Verdict(asked))
     if difference is None:
         return Verdict(asked)
-    whole = {
-        kind: answer if answer.reason else replace(answer, reason=difference, looked=False)
-        for kind, answer in asked.items()
-    }
+    whole = dict(asked)
+    for kind, answer in asked.items():
+        if answer.reason is None:
+            whole[kind] = replace(answer, reason=difference, looked=False)
     for found in (Verdict(whole), Verdict(whole, ours=False)):
         difference = expected.differs(found)
         if difference is None:
@@ -178,12 +177,8 @@ def _in_double(stack: nn.Module) -> nn.Module:
     wide = copy.deepcopy(stack).double()
     ids = torch.zeros(1, 4, dtype=torch.long)
     mask = torch.tensor([[1, 1, 0, 1]])
-    try:
-        with torch.no_grad():
-            out = copy.deepcopy(wide)(input_ids=ids, attention_mask=mask, use_cache=False)
-    except RuntimeError:
-        return stack
-    return wide if out.last_hidden_state.isfinite().all() else stack
+    hidden = _hidden(copy.deepcopy(wide), ids, attention_mask=mask)
+    return stack if hidden is None or not hidden.isfinite().all() else wide
 
 
 class _Expected:
@@ -199,16 +194,16 @@ class _Expected:
         plain = {"input_ids": ids, "weight": weight}
         masked = plain | {"attention_mask": visible, "weight": weight * visible[..., None]}
         # name -> (what transformers runs, what our stack runs in its place)
-        self.batches = {"plain": ([plain], plain), "masked": ([masked], masked)}
+        runs = {"plain": ([plain], plain), "masked": ([masked], masked)}
         if packed:
             row = {"input_ids": ids[:1], "weight": weight[:1]}
             first = {name: x[:, :FIRST] for name, x in row.items()}
             second = {name: x[:, FIRST:] for name, x in row.items()}
-            self.batches["packed"] = ([first, second], row | {"position_ids": POSITIONS})
+            runs["packed"] = ([first, second], row | {"position_ids": POSITIONS})
         # Copies run, because a family may keep states from call to call (RecurrentGemma).
-        self.wanted = {
-            name: self._gradients(copy.deepcopy(stack), alone)
-            for name, (alone, _) in self.batches.items()
+        self.batches = {
+            name: (ours, self._gradients(copy.deepcopy(stack), theirs))
+            for name, (theirs, ours) in runs.items()
         }
 
     @staticmethod
@@ -229,30 +224,27 @@ class _Expected:
         """
         ours = _patched(self.stack, replace(found, unpads=True))
         idle_BT = torch.arange(TOKENS) < torch.tensor([[7], [1]])
-        ids = self.batches["plain"][1]["input_ids"]
-        run = partial(ours, input_ids=ids, attention_mask=~idle_BT, use_cache=False)
-        try:
-            with torch.no_grad():
-                wanted = run().last_hidden_state[~idle_BT]
-                with having(labelled=Labelled(idle_BT=idle_BT)):
-                    got = run().last_hidden_state
-        except Exception:  # an argument that a layer cannot take for the packed row
+        ids = self.batches["plain"][0]["input_ids"]
+        wanted = _hidden(ours, ids, attention_mask=~idle_BT)
+        with having(labelled=Labelled(idle_BT=idle_BT)):
+            got = _hidden(ours, ids, attention_mask=~idle_BT)
+        if wanted is None or got is None:  # an argument that a layer cannot take for the packed row
             return False
         # Rounding may send a single token to another expert.
-        error = (got[~idle_BT] - wanted).norm(dim=-1)
-        return bool((~(error <= CLOSE * wanted.norm(dim=-1))).sum() <= 1)
+        error_N = (got - wanted)[~idle_BT].norm(dim=-1)
+        allowed_N = CLOSE * wanted[~idle_BT].norm(dim=-1)
+        return bool((~(error_N <= allowed_N)).sum() <= 1)
 
     def differs(self, found: Verdict) -> Why | None:
         """How a stack with these traits differs from transformers, or None."""
         ours = _patched(self.stack, found)
-        for name, (_, batch) in self.batches.items():
+        for name, (batch, wanted) in self.batches.items():
             if name == "packed" and not found.ours:
                 continue  # transformers' attention runs; there is nothing of ours to compare
             try:
                 got = self._gradients(ours, [batch])
             except Exception as error:  # a layer that cannot be cut may raise anything
                 return why("batch raises", f"{type(error).__name__} on a {name} batch")
-            wanted = self.wanted[name]
             if got.keys() != wanted.keys():
                 return why("other gradients", name)
             for what, value in wanted.items():
@@ -272,14 +264,20 @@ def _isolates(stack: nn.Module) -> bool:
     restart."""
     ids = torch.randint(1, stack.config.vocab_size, (1, TOKENS))
     other = torch.cat([ids[:, :FIRST].flip(1), ids[:, FIRST:]], 1)
-    run = partial(stack, use_cache=False, position_ids=POSITIONS)
+    x = _hidden(stack, ids, position_ids=POSITIONS)
+    y = _hidden(stack, other, position_ids=POSITIONS)
+    if x is None or y is None:  # it takes no positions, or refuses such rows itself
+        return False
+    return bool((x - y)[:, FIRST:].norm() <= CLOSE * y[:, FIRST:].norm())
+
+
+def _hidden(stack: nn.Module, ids: Tensor, **arguments) -> Tensor | None:
+    """The stack's last hidden states; None where its own code raises."""
     try:
         with torch.no_grad():
-            x = run(input_ids=ids).last_hidden_state[:, FIRST:]
-            y = run(input_ids=other).last_hidden_state[:, FIRST:]
-    except Exception:  # it takes no positions, or refuses such rows itself
-        return False
-    return bool((x - y).norm() <= CLOSE * y.norm())
+            return stack(input_ids=ids, use_cache=False, **arguments).last_hidden_state
+    except Exception:
+        return None
 
 
 def _patched(stack: nn.Module, found: Verdict) -> nn.Module:

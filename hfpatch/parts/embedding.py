@@ -18,12 +18,11 @@ class FreeEmbedding:
 
     def __call__(self, *args, **kwargs):
         out = super().__call__(*args, **kwargs)
-        if torch.compiler.is_compiling() or not (
-            out.requires_grad and out.is_leaf and current.outer.embeds is not None
-        ):
+        embeds = current.outer.embeds
+        if torch.compiler.is_compiling() or embeds is None:
             return out
         hooks = forward_hooks(self)
-        if not hooks or not all(map(asks_for_input_gradients, hooks)):
+        if not out.requires_grad or not out.is_leaf or not hooks:
             return out
-        trains = any(p.requires_grad for p in current.outer.embeds.parameters())
-        return out.detach() if trains else out
+        trains = any(p.requires_grad for p in embeds.parameters())
+        return out.detach() if trains and all(map(asks_for_input_gradients, hooks)) else out

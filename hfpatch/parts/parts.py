@@ -25,7 +25,6 @@ from hfpatch.compat import (
     parameters_of,
     twin_of,
 )
-from hfpatch.context.classes import replaced_forward
 from hfpatch.context.current import current
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
@@ -68,9 +67,6 @@ def close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
 
 def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
     """(fused class, its attributes) for this norm, or the reason why it keeps its class."""
-    replaced = replaced_forward(norm)
-    if replaced:
-        return replaced
     eps = next((n for n in _EPS if isinstance(getattr(norm, n, None), (int, float))), None)
     more = parameters_of(norm).keys() - {"weight"}
     if eps is None or more or modules_of(norm) or buffers_of(norm):
@@ -208,9 +204,6 @@ _FusedTwin = type(
 
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     """(fused class, its attributes) for this MLP, or the reason why it keeps its class."""
-    replaced = replaced_forward(mlp)
-    if replaced:
-        return replaced
     modules = dict(modules_of(mlp))
     found = [names for names in _GATES if modules.keys() >= {*names, "down_proj"}]
     if not found or parameters_of(mlp):

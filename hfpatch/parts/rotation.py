@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hfpatch import ops
 from hfpatch.context.class_code import as_asked
-from hfpatch.context.classes import replaced_forward
 from hfpatch.parts.parts import close
 from hfpatch.parts.unread import UnreadRotation, is_unread
 
@@ -110,8 +109,7 @@ def rope_part(attention: nn.Module) -> tuple[type, dict] | str:
     """(fused class, {}) for this attention, or the reason why it keeps its class."""
     forward = inspect.unwrap(type(attention).forward)
     theirs = getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
-    reason = replaced_forward(attention) or _rope_reason(forward, theirs)
-    return reason or (FusedRotation, {})
+    return _rope_reason(forward, theirs) or (FusedRotation, {})
 
 
 @cache
