@@ -1,4 +1,5 @@
-"""Fused norms and MLPs for any family, where a probe on random input agrees.
+"""Fused norms and MLPs for any family, where a probe on random input agrees; embeddings without a
+gradient that is unread.
 
 Agreement means equal bits, or a difference of the one rounding step that fusing saves. Otherwise
 the module keeps transformers' class, and the report says why. Projections are called as modules,
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.compat import (
     OF_ALL,
+    asks_for_input_gradients,
     buffers_of,
     forward_hooks,
     hooks_on_all,
@@ -233,3 +235,28 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     except Exception as error:  # a family's own code on a probe may raise anything
         return f"its probe failed ({type(error).__name__})"
     return "no fused form of its activation"
+
+
+# --- embeddings ------------------------------------------------------------------------------------
+
+
+class FreeEmbedding:
+    """An embedding that ignores enable_input_require_grads() where only reentrant checkpoints need
+    it.
+
+    As a leaf that requires a gradient, the output would live for the whole step, and the first
+    layer would compute a gradient that is unread. The hook still works where the user calls the
+    embedding directly, where hidden states are returned (the caller may read the gradient), and in
+    a frozen model (the backward has no other leaf).
+    """
+
+    def __call__(self, *args, **kwargs):
+        out = super().__call__(*args, **kwargs)
+        embeds = current.outer.embeds
+        if torch.compiler.is_compiling() or embeds is None:
+            return out
+        hooks = forward_hooks(self)
+        if not out.requires_grad or not out.is_leaf or not hooks:
+            return out
+        trains = any(p.requires_grad for p in embeds.parameters())
+        return out.detach() if trains and all(map(asks_for_input_gradients, hooks)) else out
