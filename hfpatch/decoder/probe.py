@@ -14,11 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import buffers_of, values_for_now, version
+from hfpatch.compat import Snapshot, buffers_of, values_for_now, version
 from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import Asked, Stopped, asking, our_attention
 from hfpatch.context.masks import Batch
 from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.condition import Condition
 from hfpatch.layer.mixers import calls_in, find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
@@ -90,8 +91,15 @@ def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[
     streams = streams_of(x, 1, tokens)
     forward = by_rows(type(layer).forward.__get__(layer), streams)
     arguments = Arguments(args, of_its_own(kwargs), 1, tokens)
-    call = Traced(layer, arguments, LayerTraits(), (stack.config,), batch, forward=forward)
+    condition = Condition(Snapshot(layer), LayerTraits())
+    call = Traced(layer, arguments, condition.traits, (stack.config,), batch, condition, forward)
     return call, joined(x.detach(), streams)
+
+
+def with_traits(call: Traced, traits: LayerTraits) -> Traced:
+    """The same call of a layer of which these traits are known."""
+    condition = Condition(Snapshot(call.layer), traits)
+    return replace(call, traits=traits, condition=condition, found={})
 
 
 @contextmanager
@@ -243,7 +251,7 @@ class _Probe:
         self, part: str, x_BTD: Tensor, outs, traits: LayerTraits, unread=False
     ) -> list[Tensor]:
         """The outputs of a part, for these outputs of attention and of mixers."""
-        call = replace(self.call, traits=traits, found={})
+        call = with_traits(self.call, traits)
         tokens = x_BTD.shape[1]
         if part == "before":
             return call.before(x_BTD, 0, tokens, unread)

@@ -147,7 +147,7 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
 def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple[Mixer, Tensor]:
     """The mixer's call in a row of `tokens` tokens, and the mixer's input."""
     call, x_BTD = probe.captured(stack, layer, tokens)
-    call.traits = traits
+    call = probe.with_traits(call, traits)
     if not name:
         return LayerAsMixer.of(call), x_BTD
     with torch.no_grad():
