@@ -32,10 +32,10 @@ FOLDERS = {
     "store": (539, 5402),
     "kernels": (566, 9154),
     "compat": (526, 4883),
-    "parts": (457, 5160),
-    "attention": (404, 5311),
+    "parts": (452, 5091),
+    "attention": (400, 5225),
     "loss": (421, 5050),  # another mode of autograd, for who scores without a gradient in a forward
-    ".": (372, 3718),
+    ".": (371, 3718),
     "parallel": (183, 2284),
     "examples": (124, 1615),  # moved here from scripts/: what the wheel holds
 }  # fmt: skip
