@@ -5,6 +5,7 @@ The names below are loaded on first use, so that `hfpatch plan` answers without 
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the same to Python
@@ -36,7 +37,7 @@ _PUBLIC = {
     "token_wise": "hfpatch.layer.strangers",
     "verify": "hfpatch.lab.verify",
 }
-# The oldest versions that work, as in setup.cfg. pip checks them when it installs, `hfpatch env` what
+# The oldest versions that work, as in setup.cfg; pip checks them when it installs, but not what
 # came later.
 OLDEST = {"torch": (2, 11), "transformers": (5, 5)}
 
@@ -46,12 +47,29 @@ __all__ = [
 ]  # fmt: skip
 
 
+def _refuse_old(packages) -> None:
+    for name in packages:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # its import says so, or it was built in place
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST[name]:
+            wanted = ".".join(map(str, OLDEST[name]))
+            raise ImportError(
+                f"hfpatch: {name} must be {wanted} or newer, got {version}. Run: pip install "
+                f"'{name}>={wanted}'."
+            )
+
+
 if not TYPE_CHECKING:  # a checker that sees it takes every misspelt name for a good one
 
     def __getattr__(name):
         if name == "ops":
+            _refuse_old(["torch"])
             return importlib.import_module("hfpatch.ops")
         if name in _PUBLIC:
+            if name in ("apply", "Callback", "verify"):
+                _refuse_old(OLDEST)
             return getattr(importlib.import_module(_PUBLIC[name]), name)
         raise AttributeError(f"module 'hfpatch' has no attribute {name!r}")
 

@@ -133,6 +133,21 @@ def test_the_oldest_versions_are_those_of_the_metadata(setup):
         assert oldest in script, f"test.sh --all does not run {oldest}"
 
 
+@pytest.mark.parametrize(
+    "package, version", [("transformers", "4.57.6"), ("torch", "2.10.1+cu128")]
+)
+def test_an_old_package_is_refused_with_a_sentence(package, version, monkeypatch):
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: version if name == package else real(name)
+    )
+    with pytest.raises(
+        ImportError,
+        match=f"^hfpatch: {package} must be .* or newer, got .*{version[:4]}.*pip install",
+    ):
+        _ = hfpatch.apply
+
+
 # A python that says which torch is there and writes down what it is asked to do.
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" >>"$LOG"

@@ -115,7 +115,7 @@ BACKENDS = {
 # The fastest kernel of a compute capability; "flash" on every other one. On an H100 cuDNN's forward
 # runs at 539 TFLOP/s, FlashAttention-2's at 335 (published). torch prefers cuDNN on the same two.
 FASTEST = {(9, 0): "cudnn", (10, 0): "cudnn"}
-# The exact (B, T) that this process has run attention at on a GPU.
+# The exact (B, T) that this process has run attention at on a GPU, up to FEW_LENGTHS + 1.
 lengths_met: set[tuple[int, int]] = set()
 
 
@@ -138,8 +138,12 @@ def pick(q_BTHE: Tensor) -> str:
         return "flash"
     name = os.environ.get("HFPATCH_ATTENTION")
     if name is not None:
+        if name not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise ValueError(f"hfpatch: HFPATCH_ATTENTION must be one of {known}, got {name!r}.")
         return name
-    lengths_met.add((B, T))
+    if len(lengths_met) <= FEW_LENGTHS:
+        lengths_met.add((B, T))
     if len(lengths_met) > FEW_LENGTHS or E > WIDEST_CUDNN:
         return "flash"
     return FASTEST.get(torch.cuda.get_device_capability(device), "flash")

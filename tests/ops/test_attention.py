@@ -312,6 +312,7 @@ def test_a_process_of_many_lengths_takes_a_kernel_without_plans(card):
         assert A.pick(on_cuda(n)) == "cudnn"
     for n in (777, *lengths, *range(2000, 3000)):
         assert A.pick(on_cuda(n)) == "flash"
+    assert len(R.lengths_met) == R.FEW_LENGTHS + 1
 
 
 def test_the_user_names_a_kernel(card, monkeypatch):
@@ -319,6 +320,9 @@ def test_the_user_names_a_kernel(card, monkeypatch):
     monkeypatch.setenv("HFPATCH_ATTENTION", "cudnn")
     assert {A.pick(on_cuda(n)) for n in range(200, 300)} == {"cudnn"}
     assert A.pick(on_cuda(1)) == "flash"
+    monkeypatch.setenv("HFPATCH_ATTENTION", "cudn")
+    with pytest.raises(ValueError, match="HFPATCH_ATTENTION must be one of cpu, flash, .* got 'cu"):
+        A.pick(on_cuda(200))
 
 
 def test_widened_heads_go_to_fa2():
