@@ -28,9 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
-        :200
-    ]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 @contextmanager
