@@ -25,7 +25,7 @@ from hfpatch.compat import values_for_now
 from hfpatch.lab.compat import for_now
 from hfpatch.lab.drive import Drive
 from hfpatch.lab.hardware import Gpu
-from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
+from hfpatch.lab.rates import BLOCK, TAIL_SHARE, attention_ramp, matmul_seconds
 from hfpatch.lab.simulate import kernels_cost
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.kernels_cost import Work
@@ -123,10 +123,8 @@ class ClockDevice(Device):
         stream.now = max(stream.now, self.host) + seconds
 
     def copy(self, nbytes: int, direction: str) -> None:
-        """A copy between host and device on the current stream. Copies in one direction share the
-        link.
-
-        A copy to or from a file goes in pieces of a bounce buffer's size.
+        """A copy between host and device on the current stream. A copy to or from a file goes in
+        pieces of a bounce buffer's size.
         """
         drive = self.drive
         if drive is None:
@@ -144,7 +142,9 @@ class ClockDevice(Device):
                 drive.read_bounces.append(self._carry(piece, DOWN, ready))
 
     def _carry(self, nbytes: int, direction: str, ready: float = 0.0) -> float:
-        """Takes bytes over the link, from the time `ready` on. Returns the end."""
+        """Takes bytes over the link, from the time `ready` on. Copies in one direction share the
+        link. Returns the end.
+        """
         stream = self.current()
         start = max(stream.now, self.host, self.links[direction], ready)
         stream.now = start + nbytes / self.gpu.link_rate
@@ -203,21 +203,18 @@ class ClockFollower(Follower):
         keys = columns if left is None else min(columns, left + 1)
         if kind == "forward":
             return flops * attention_ramp(keys) / gpu.attention_forward
-        block = 5 * BLOCK_ROWS * keys * 2 * width * gpu.processors
+        block = 5 * BLOCK * keys * 2 * width * gpu.processors
         return (flops + TAIL_SHARE * block) * attention_ramp(keys) / gpu.attention_backward
 
     def _direction(self, func, args) -> str | None:
         """UP or DOWN for a copy between host and device, else None."""
         if func is not torch.ops.aten.copy_.default:
             return None
-        to_host, from_host = map(self._on_host, args[:2])
+        blocks = [self._refs[id(x.untyped_storage())][1] for x in args[:2]]
+        to_host, from_host = (self.ledger.blocks[index].host for index in blocks)
         if to_host == from_host:
             return None
         return UP if to_host else DOWN
-
-    def _on_host(self, tensor) -> bool:
-        _, index = self._refs[id(tensor.untyped_storage())]
-        return self.ledger.blocks[index].host
 
     def _moved(self, nbytes: int, work: Work | None = None, direction: str | None = None) -> None:
         super()._moved(nbytes)

@@ -115,7 +115,7 @@ def nearest(name: str, count: int = 3) -> list[str]:
 def read_config(path: Path) -> dict:
     """The values of a config.json. ValueError for a file without a JSON object."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(), object_hook=_number)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"hfpatch: {path} must be JSON. Pass the model's folder.") from None
     if not isinstance(values, dict):
@@ -123,18 +123,12 @@ def read_config(path: Path) -> dict:
             f"hfpatch: {path} must hold one JSON object, got a {type(values).__name__}. Pass the "
             "model's folder."
         )
-    return _numbers(values)
+    return values
 
 
-def _numbers(value):
-    """The value, with each {"__float__": "Infinity"} of transformers replaced by its number."""
-    if isinstance(value, list):
-        return [_numbers(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"__float__"}:
-        return float(value["__float__"])
-    return {name: _numbers(one) for name, one in value.items()}
+def _number(values: dict):
+    """The number of transformers' {"__float__": "Infinity"}; others stay as they are."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def hub_config(name: str) -> dict:

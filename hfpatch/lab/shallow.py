@@ -186,9 +186,7 @@ class Model:
         )
 
 
-@lru_cache(maxsize=8)
-def model_of(config: Values, adapters: Adapters | None = None, wide: bool = False) -> Model:
-    return Model(config, adapters, wide)
+model_of = lru_cache(maxsize=8)(Model)
 
 
 def shared(sizes: Sizes, sp_size: int, gpus: int) -> Sizes:

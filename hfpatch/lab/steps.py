@@ -2,7 +2,7 @@
 long rows, a few lengths, carried on to all layers and tokens."""
 
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -375,7 +375,6 @@ def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     return replace(c, moments=tuple(moments), seconds=seconds, **fields)
 
 
-@contextmanager
 def _groups_of_width(width: int | None):
     """A context for steps of shorter lengths. As at the full length, attention takes `width` KV
     heads a group. None changes nothing.
@@ -385,5 +384,4 @@ def _groups_of_width(width: int | None):
     def group(B: int, T: int, H: int, K: int) -> int:
         return groups(B, T, H, K) if K % width else width
 
-    with nullcontext() if width is None else for_now(heads, heads_per_group=group):
-        yield
+    return nullcontext() if width is None else for_now(heads, heads_per_group=group)
