@@ -153,10 +153,11 @@ def row(proof: Proof) -> dict:
 
 
 def _failed(check: checks.Check) -> dict:
-    found = _rounded(vars(check))
-    if found["share"] is None:  # an error, whose words may hold a path
-        found["where"] = check.where.split(":")[0]
-    return found
+    where = check.where
+    if math.isinf(check.share):  # an error, whose words may hold a path
+        where = where.split(":")[0]
+    found = {"what": check.what, "dtype": check.dtype, "tokens": check.tokens}
+    return found | {"where": where, "share": _number(check.share)}
 
 
 def _number(value: float | None) -> float | None:
