@@ -1,52 +1,38 @@
 """The peak and what is alive at it, from allocations written by hand."""
 
 from hfpatch.lab.profile.advice import focus, sentences
-from hfpatch.lab.profile.timeline import (
-    CATEGORIES,
-    Allocation,
-    Run,
-    measure,
-)
+from hfpatch.lab.profile.timeline import CATEGORIES, Run, measure
+from hfpatch.lab.simulate.ledger import Block, Ledger
 
 MIB = 1 << 20
+
+
+def ledger_of(blocks: list[Block]) -> Ledger:
+    """The ledger in whose events these blocks are born and die."""
+    changes = [(b.born, i, b.nbytes) for i, b in enumerate(blocks)]
+    changes += [(b.died, i, -b.nbytes) for i, b in enumerate(blocks) if b.died is not None]
+    return Ledger(blocks, [change[1:] for change in sorted(changes)])
 
 
 def a_run(impl="hf", scale=1, **changes):
     """Weights all along, a checkpoint through the backward, logits around its start: 10, 2 and 5
     MiB times scale.
     """
-    run = Run(
-        impl=impl, seq_len=128, phases=[["forward", 0.0, 1.0], ["backward", 1.0, 3.0]], **changes
+    run = Run(impl=impl, seq_len=128, phases=[["forward", 0, 3], ["backward", 3, 7]], **changes)
+    layer = (1, "aten::add", "model.layers.0", "forward", False, "checkpoints", 6)
+    head = (2, "aten::mm", "lm_head", "forward", False, "loss", 3)
+    mlp = (4, "aten::mm", "model.layers.3.mlp", "backward", False, "working set", 5)
+    weights = Block(10 * MIB, 0, "given", "", "before the step", category="parameters")
+    sizes = {2: layer, 5: head, 4: mlp}
+    return measure(
+        run, ledger_of([weights, *(Block(n * MIB * scale, *b) for n, b in sizes.items())])
     )
-    blocks = [
-        Allocation(10 * MIB, 0.0, None, "parameters", "", "before the step"),
-        Allocation(
-            2 * MIB * scale,
-            0.2,
-            2.5,
-            "checkpoints",
-            "model.layers.0",
-            "forward",
-            "aten::add",
-        ),
-        Allocation(5 * MIB * scale, 0.8, 1.5, "loss", "lm_head", "forward", "aten::mm"),
-        Allocation(
-            4 * MIB * scale,
-            1.5,
-            2.0,
-            "working set",
-            "model.layers.3.mlp",
-            "backward",
-            "aten::mm",
-        ),
-    ]
-    return measure(run, blocks)
 
 
 def test_peak_and_split():
     run = a_run()
     assert run.peak_bytes == 17 * MIB
-    assert run.peak_at == 0.8 and run.peak_phase == "forward"
+    assert run.peak_at == 2 and run.peak_phase == "forward"
     assert run.peak_split == dict.fromkeys(CATEGORIES, 0) | {
         "parameters": 10 * MIB,
         "checkpoints": 2 * MIB,

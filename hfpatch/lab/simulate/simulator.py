@@ -13,6 +13,7 @@ import gc
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from hfpatch.compat import plain_scans
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.compat import for_now, simulation_parts
 from hfpatch.lab.simulate.follow import Follower
-from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
+from hfpatch.lab.simulate.ledger import ROUNDING, Ledger, alive_at, beyond, levels
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
@@ -71,39 +72,29 @@ class Simulation:
 
 def summarize(ledger: Ledger) -> Simulation:
     """Finds the highest total and the blocks alive at it."""
-    device = host = host_top = beyond = most_beyond = 0
-    top, top_at, phase, top_phase = -1, 0, "setup", "setup"
-    begun = dict(ledger.phases)
-    for at, (index, delta) in enumerate(ledger.events):
-        phase = begun.get(at, phase)
-        if ledger.blocks[index].host:
-            host += delta
-            host_top = max(host_top, host)
-        else:
-            device += delta
-            if ledger.blocks[index].category not in ("parameters", "gradients"):
-                beyond += delta
-                most_beyond = max(most_beyond, beyond)
-            if device > top:
-                top, top_at, top_phase = device, at, phase
+    top = -1
+    top_at = 0
+    most_beyond = 0
+    for at, _, _, level in levels(ledger):
+        total = sum(level.values())
+        most_beyond = max(most_beyond, beyond(level))
+        if total > top:
+            top = total
+            top_at = at
+    begun = {name: at for at, name in ledger.phases if at <= top_at}
     categories: Counter = Counter()
-    turn = max(
-        (at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None
-    )
-    alive = (
-        b
-        for b in ledger.blocks
-        if not b.host and b.born <= top_at and (b.died is None or b.died > top_at)
-    )
-    for block in sorted(alive, key=lambda b: -b.nbytes):
+    for block in alive_at(ledger, top_at):
         category = block.category
-        if category == "activations" and turn is not None and block.born < turn:
+        if category == "activations" and block.born < begun.get("backward", 0):
             category = "checkpoints"  # made in the forward, kept for the backward
         categories[category] += block.nbytes
+    blocks = ledger.blocks
+    on_host = accumulate(delta for index, delta in ledger.events if blocks[index].host)
     return Simulation(
-        peak_bytes=max(top, 0),
+        peak_bytes=top,
         beyond_bytes=top - categories["parameters"] - categories["gradients"],
-        most_beyond_bytes=most_beyond, host_peak_bytes=host_top, peak_phase=top_phase,
+        most_beyond_bytes=most_beyond, host_peak_bytes=max(on_host, default=0),
+        peak_phase=max(begun, key=begun.get, default="setup"),
         categories=dict(categories),
         flops={
             "matmul": dict(ledger.matmul_flops),
@@ -134,19 +125,13 @@ def _young_garbage():
 
     A look at all imported modules takes longer than many a step.
     """
-    ours = not gc.get_freeze_count()
-    off = not gc.isenabled()
-    if ours:
-        gc.freeze()
+    gc.freeze()
     gc.enable()  # a cycle holds its tensors until a look finds it
     try:
         yield
     finally:
         gc.collect()
-        if ours:
-            gc.unfreeze()
-        if off:
-            gc.disable()
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
