@@ -54,7 +54,7 @@ def test_agrees_with_the_allocator(implementation, case):
     change, batch, tokens = case
     model = prepare(build(SMALL | change, torch.float32), implementation)
     policy = replace(LEAST, tile=256)
-    found = simulate(model, batch, tokens, rounding=1, cuda=False, policy=policy)
+    found = simulate(model, batch, tokens, cuda=False, policy=policy)
     # Host blocks come from the same allocator here.
     simulated = (
         max(itertools.accumulate(delta for _, delta in found.ledger.events))
@@ -119,11 +119,11 @@ def test_reference_figures_of_liger(implementation, expected, host):
 
 def followed(run, fake=True, **kwargs):
     if not fake:
-        with Follower(rounding=1, **kwargs) as follower:
+        with Follower(cuda=False, **kwargs) as follower:
             run()
         return follower.ledger
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        with Follower(rounding=1, shadows=Shadows(mode), **kwargs) as follower:
+        with Follower(cuda=False, shadows=Shadows(mode), **kwargs) as follower:
             run()
     return follower.ledger
 

@@ -1,7 +1,7 @@
 """Loops over tokens or chunks in plain code, made short for fake tensors.
 
 The loops: the scan of Mamba, Falcon-Mamba, Jamba and Zamba; the gated delta rule of Qwen3-Next,
-Qwen3.5 and OLMo hybrids; the queries of Qwen4's indexer; our own attention in blocks of queries.
+Qwen3.5 and OLMo hybrids; our own attention in blocks of queries.
 
 In transformers' loops each operation takes a block of tokens or chunks. A million tokens then need
 as few operations as a thousand, with the same bytes and FLOPs. Values mean nothing here.
@@ -32,10 +32,13 @@ def selective_scan(
     return_last_state=False, **_,
 ):  # fmt: skip
     """transformers' function of that name in blocks of tokens. The last state is the last block's."""
-    dtype, T = x_BIT.dtype, x_BIT.shape[2]
-    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
-    dt = softplus(dt) if delta_softplus else dt
-    B, C = B.transpose(1, 2), C.transpose(1, 2)
+    T = x_BIT.shape[2]
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = softplus(dt)
+    B = B.transpose(1, 2)
+    C = C.transpose(1, 2)
     decay_BITN = torch.exp(A[None, :, None, :] * dt[:, :, :, None])
     new_BITN = dt[:, :, :, None] * B[:, None, :, :].float() * x_BIT[:, :, :, None].float()
     size = -(-T // BLOCKS)
@@ -44,11 +47,13 @@ def selective_scan(
     for a in range(0, T, size):
         b = min(a + size, T)
         state = decay_BITN[:, :, a:b] * state[:, :, : b - a] + new_BITN[:, :, a:b]
-        out = torch.matmul(state.to(dtype).transpose(1, 2), C[:, a:b].unsqueeze(-1))
+        out = torch.matmul(state.to(x_BIT.dtype).transpose(1, 2), C[:, a:b].unsqueeze(-1))
         outs.append(out[..., 0].transpose(1, 2))
     out = torch.cat(outs, -1)
-    out = out if D is None else out + x_BIT * D[None, :, None]
-    out = out if z is None else out * silu(z)
+    if D is not None:
+        out = out + x_BIT * D[None, :, None]
+    if z is not None:
+        out = out * silu(z)
     return (out, state[:, :, -1]) if return_last_state else out
 
 
@@ -69,10 +74,8 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
     def blocks(*bounds):
         if bounds not in ((chunks,), (0, chunks)):
             return range(*bounds)
-        return [
-            slice(min(a, chunks - size), min(a, chunks - size) + size)
-            for a in range(0, chunks, size)
-        ]
+        begins = [min(a, chunks - size) for a in range(0, chunks, size)]
+        return [slice(a, a + size) for a in begins]
 
     given = kwargs.get("initial_state")
     state = state if given is None else state + given[:, :, None]
@@ -93,55 +96,14 @@ _BY_BLOCKS = {
 @contextlib.contextmanager
 def scans_by_blocks():
     """A context in which transformers' models run these functions in blocks."""
+    modules = list(sys.modules.items())
+    imported = [m for name, m in modules if name.startswith("transformers.models.")]
     with contextlib.ExitStack() as stack:
-        for module in _families():
+        for module in imported:
             # A lazy module that is asked for a name may import what is not there.
-            found = {name: make(vars(module)[name]) for name, make in _BY_BLOCKS.items()
-                     if name in vars(module)}  # fmt: skip
-            stack.enter_context(for_now(module, **found))
-        yield
-
-
-def _families():
-    """transformers' modules of models, as far as they are imported."""
-    return [m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")]
-
-
-def _counted(follower, rows):
-    """Yields the item of each (times, item), and has the follower count its work `times` times."""
-    for times, item in rows:
-        follower.times = times
-        yield item
-    follower.times = 1
-
-
-INDEXERS = ("Qwen4ExpTextQSAIndexer",)  # these loop over queries
-
-
-@contextlib.contextmanager
-def few_queries(follower):
-    """A context in which transformers' indexers run two queries in place of all.
-
-    The middle query is counted as many times as there are queries. The last one, which takes the
-    most bytes, is not counted.
-    """
-
-    def few(code):
-        def counting(*bounds):
-            caller = sys._getframe(1)
-            inner = caller.f_code is code and "batch_idx" in caller.f_locals
-            if not inner:
-                return range(*bounds)
-            (n,) = bounds
-            return _counted(follower, ((n, n // 2), (0, n - 1)))
-
-        return counting
-
-    with contextlib.ExitStack() as stack:
-        for module in _families():
-            for name in vars(module).keys() & INDEXERS:
-                plain = inspect.unwrap(getattr(module, name).forward)
-                stack.enter_context(for_now(module, range=few(plain.__code__)))
+            for name in vars(module).keys() & _BY_BLOCKS:
+                made = _BY_BLOCKS[name](vars(module)[name])
+                stack.enter_context(for_now(module, **{name: made}))
         yield
 
 
@@ -158,9 +120,12 @@ def few_blocks(follower):
     def few(q_BTHE, pattern):
         every = list(stock(q_BTHE, pattern))
         middle = sorted({(len(every) - 1) // 2, len(every) // 2})
-        counted = [(len(every) // len(middle), every[i]) for i in middle]
-        last = (0, every[max(0, len(every) - 2)]), (0, every[-1])
-        yield from _counted(follower, (*counted, *last))
+        follower.times = len(every) // len(middle)
+        yield from (every[i] for i in middle)
+        follower.times = 0
+        yield every[max(0, len(every) - 2)]
+        yield every[-1]
+        follower.times = 1
 
     with for_now(_attention_blocks, _blocks=few):
         yield
