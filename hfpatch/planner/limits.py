@@ -75,14 +75,10 @@ def parse_bytes(text) -> int:
         value = float(digits) * _UNITS[unit]
     except (KeyError, ValueError):
         value = math.nan
-    if not math.isfinite(value):
+    if not 0 <= value < math.inf:
         raise ValueError(
             f"hfpatch: a size must be written like 256GiB, got {text!r}. Use B, KB to TB or KiB to "
             "TiB."
-        )
-    if value < 0:
-        raise ValueError(
-            f"hfpatch: a size must be more than 0, got {text!r}. Pass the bytes there are."
         )
     return int(value)
 

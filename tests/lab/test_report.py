@@ -95,9 +95,9 @@ def test_the_picture_shows_the_peak_that_the_report_names(runs):
 def test_a_picture_keeps_a_peak_that_is_shorter_than_a_pixel():
     run = Run("hf", 128, phases=[["forward", 0, 18002]])
     births = [2 * i + 2 * (i >= 4500) for i in range(9000)]
-    short = [Block(MIB, at, "", "", "", category="other", died=at + 1) for at in births]
-    peak = Block(40 * MIB, 9000, "", "", "", category="loss", died=9001)
-    measure(run, ledger_of([*short, peak]))
+    blocks = [Block(MIB, at, "", "", "", category="other", died=at + 1) for at in births]
+    blocks.append(Block(40 * MIB, 9000, "", "", "", category="loss", died=9001))
+    measure(run, ledger_of(blocks))
     assert len(run.curve) <= 2 * SLICES + 2
     assert max(sum(level) for _, level in run.curve) == run.peak_bytes
 

@@ -9,9 +9,9 @@ MIB = 1 << 20
 
 def ledger_of(blocks: list[Block]) -> Ledger:
     """The ledger in whose events these blocks are born and die."""
-    changes = [(b.born, i, b.nbytes) for i, b in enumerate(blocks)]
-    changes += [(b.died, i, -b.nbytes) for i, b in enumerate(blocks) if b.died is not None]
-    return Ledger(blocks, [change[1:] for change in sorted(changes)])
+    died = [(b.died, i, -b.nbytes) for i, b in enumerate(blocks) if b.died is not None]
+    changes = sorted([*((b.born, i, b.nbytes) for i, b in enumerate(blocks)), *died])
+    return Ledger(blocks, [change[1:] for change in changes])
 
 
 def a_run(impl="hf", scale=1, **changes):
@@ -19,14 +19,15 @@ def a_run(impl="hf", scale=1, **changes):
     MiB times scale.
     """
     run = Run(impl=impl, seq_len=128, phases=[["forward", 0, 3], ["backward", 3, 7]], **changes)
-    layer = (1, "aten::add", "model.layers.0", "forward", False, "checkpoints", 6)
-    head = (2, "aten::mm", "lm_head", "forward", False, "loss", 3)
-    mlp = (4, "aten::mm", "model.layers.3.mlp", "backward", False, "working set", 5)
-    weights = Block(10 * MIB, 0, "given", "", "before the step", category="parameters")
-    sizes = {2: layer, 5: head, 4: mlp}
-    return measure(
-        run, ledger_of([weights, *(Block(n * MIB * scale, *b) for n, b in sizes.items())])
-    )
+    blocks = [
+        Block(10 * MIB, 0, "given", "", "before the step", category="parameters"),
+        Block(2 * MIB * scale, 1, "aten::add", "model.layers.0", "forward", category="checkpoints", died=6),
+        Block(5 * MIB * scale, 2, "aten::mm", "lm_head", "forward", category="loss", died=3),
+        Block(
+            4 * MIB * scale, 4, "aten::mm", "model.layers.3.mlp", "backward", category="working set", died=5
+        ),
+    ]  # fmt: skip
+    return measure(run, ledger_of(blocks))
 
 
 def test_peak_and_split():

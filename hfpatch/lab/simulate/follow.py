@@ -2,8 +2,8 @@
 
 A TorchDispatchMode sees each operation and holds weak references to the storages it makes; the
 storage, not the tensor, is what an allocator hands out, so views, in-place operations, saved
-tensors and `.data` swaps need no cases of their own. It works on real tensors and on fake ones
-(entered above a FakeTensorMode). Where a dispatch mode makes PyTorch behave differently from a bare
+tensors and `.data` swaps need no cases of their own. It works on fake tensors, and is entered above
+their FakeTensorMode. Where a dispatch mode makes PyTorch behave differently from a bare
 run, the bare run's behaviour is restored here.
 """
 
@@ -65,13 +65,12 @@ class Follower(TorchDispatchMode):
     Args:
         cuda: storage sizes are rounded up to 512 bytes, and the scratch memory of CUDA's kernels
             counts, which no operation of this run allocates.
-        shadows: real values of small tensors, so that `.item()` works on fake ones.
+        shadows: real values of small tensors, so that `.item()` works.
         most_operations: a ValueError is raised beyond this number of operations; None for no limit.
     """
 
     def __init__(
-        self, *, cuda: bool = True, shadows: Shadows | None = None,
-        most_operations: int | None = None,
+        self, *, shadows: Shadows, cuda: bool = True, most_operations: int | None = None
     ):  # fmt: skip
         super().__init__()
         self.ledger = Ledger()
@@ -236,12 +235,11 @@ class Follower(TorchDispatchMode):
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)
         known = operation(func)
-        if self.shadows is not None:
-            if known.view and type(args[0]) is FakeTensor and id(func) not in self._slow:
-                return self._fakes(known, args, kwargs, args[:1], None)
-            answered, value = self.shadows.answer(func, args, kwargs)
-            if answered:
-                return value
+        if known.view and type(args[0]) is FakeTensor and id(func) not in self._slow:
+            return self._fakes(known, args, kwargs, args[:1], None)
+        answered, value = self.shadows.answer(func, args, kwargs)
+        if answered:
+            return value
         inputs = tensors_in(args, [])
         if kwargs:
             tensors_in(kwargs.values(), inputs)
@@ -254,10 +252,8 @@ class Follower(TorchDispatchMode):
             # temporaries.
             with self:
                 out = IMPLEMENTATIONS[func](*args, **kwargs)
-        elif self.shadows is not None:
-            out = self._fakes(known, args, kwargs, inputs, key)
         else:
-            out = func(*args, **kwargs)
+            out = self._fakes(known, args, kwargs, inputs, key)
         name = func.__name__
         outputs = tensors_in((out,), [])
         for tensor in outputs:
@@ -271,8 +267,7 @@ class Follower(TorchDispatchMode):
             if key is not None:
                 self._works[key] = work
         self._did(work, func, args)
-        if self.shadows is not None:
-            self.shadows.run(known, args, kwargs, inputs, outputs)
+        self.shadows.run(known, args, kwargs, inputs, outputs)
         return out
 
     def moves(self, tensors: list) -> None:
