@@ -287,8 +287,8 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
     for part, spent in seconds.items():
         numbers["seconds", part] = spent
     meter, measured = follower.meter, {}
-    if (step := meter.step) is not None and step.key in meter.calls:
-        call = meter.calls[step.key]
+    if (step := meter.step) is not None and step.forward.ends is not None:
+        call = step.call
         for name in ("stands", "loss", "after", "tiled"):
             numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
         numbers["passed"] = step.forward.clocks[1] - step.forward.clocks[0]

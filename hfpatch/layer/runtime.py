@@ -72,7 +72,6 @@ class LayerRuntime(Policies):
         self.sequence = None
         self.exchanges_tokens = False
         self.copy_room = 0
-        self._begun = False  # whether the stack began a forward and no layer ran yet
         self.warned: set[str] = set()
         self.hidden_BT: Tensor | None = None
         self.padding_read: bool | Tensor | None = None

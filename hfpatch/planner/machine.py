@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from hfpatch.budget.free import cgroup_paths, given_host, meminfo, read_number, share_of_device
+from hfpatch.budget.free import cgroups, given_host, meminfo, share_of_device
 from hfpatch.lab.hardware import GPUS, Gpu, gpu_row
 from hfpatch.planner.limits import parse_bytes
 
@@ -16,8 +16,11 @@ def host_limit(root: str = "/") -> int | None:
     if (given := given_host()) is not None:
         return given
     root = Path(root)
-    groups = (read_number(folder / limit) for folder, limit, *_ in cgroup_paths(root))
-    return min((n for n in (meminfo(root).get("MemTotal"), *groups) if n is not None), default=None)
+    limits = [limit for limit, _ in cgroups(root)]
+    total = meminfo(root).get("MemTotal")
+    if total is not None:
+        limits.append(total)
+    return min(limits, default=None)
 
 
 def gpu_limit(device=None) -> int:

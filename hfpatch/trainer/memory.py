@@ -95,7 +95,7 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
         return
     kept, before = sum(meter.step.ran), meter.step.base.allocated
     peak, limit = meter.gauge.read().peak, meter.step.limit
-    meter.ran_out()
+    meter.keep_less(meter.step, ran_out=True)
     path = write(model, args)
     advice = (
         'Or pass checkpointing="least" to hfpatch.apply'
