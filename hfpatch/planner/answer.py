@@ -128,7 +128,6 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
         pictures.update(run.tower.cost(run).numbers)
         moments = run.tower.beside(moments, run)
         seconds["image_tower"] = pictures["seconds"]
-    host = cost.host + int(pictures["host"])
     step_seconds = sum(seconds.values())
     # [Step 2] The GPU's memory at its highest.
     most = max(m.gradients for m in moments) if stays.gradients is None else stays.gradients
@@ -144,7 +143,7 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
     parts["slack"] = max(RESERVE_LEAST, int(RESERVE_SHARE * sum(parts.values())))
     peak = sum(parts.values())
     # [Step 3] The host's.
-    waiting = 0 if run.on_disk else host
+    waiting = 0 if run.on_disk else cost.host + int(pictures["host"])
     host_peak = stays.host + run.gpus * (PROCESS_BYTES + waiting)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)

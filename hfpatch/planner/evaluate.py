@@ -96,8 +96,10 @@ class Ladder:
         self.first = self._first()
 
     def _sizes(self, rows: int) -> dict:
-        itemsize = PLACEMENTS[self.placement].itemsize
-        return {"rows": rows, "width": self.run.shape.embedding[1], "itemsize": itemsize}
+        return {
+            "rows": rows, "width": self.run.shape.embedding[1],
+            "itemsize": PLACEMENTS[self.placement].itemsize,
+        }  # fmt: skip
 
     def _free(self) -> int:
         """Free bytes of the device, without gradients and optimizer states."""
@@ -132,10 +134,7 @@ class Ladder:
     def plan(self, way: str) -> Plan:
         """As evaluate."""
         # [Step 1] The policy that the steps settle on, or the first one.
-        policy = self.first
-        ahead = NONE
-        if way == SETTLED:
-            policy, ahead = self._settled()
+        policy, ahead = self._after(STEPS if way == SETTLED else 0)
         found = self._answer(policy, ahead, way != GLANCE)
         # [Step 2] One that does not fit keeps less.
         while way == SETTLED and policy.plain > self.first.plain and not found.fits:
@@ -154,13 +153,13 @@ class Ladder:
         cost = self.steps.cost(self.run.seq_len, policy, ahead, deep)
         return _said(self.run, self.placement, policy, cost)
 
-    def _settled(self) -> tuple[Checkpointing, tuple]:
-        """The policy that stays, after as many simulated steps as it takes, and the bytes per token
+    def _after(self, steps: int) -> tuple[Checkpointing, tuple]:
+        """The policy after so many simulated steps, or the one that stays, and the bytes per token
         that sources of copies may take under it."""
         policy = self.first
         ahead = NONE
         call = Call()
-        for _ in range(STEPS):
+        for _ in range(steps):
             # [Step 1] What a step under this policy shows.
             cost = self.steps.cost(self.run.seq_len, policy, ahead, False)
             if not cost.kinds:
@@ -197,9 +196,11 @@ class Ladder:
 
     def _next(self, call: Call, cost: Cost):
         """The next step's budget.measured.StepPlan."""
-        room = self._room(call.sure)
         able = replace(cost.able, host=self._host(), link=self.run.gpu.link_rate)
-        return climb(self.first, call, self.steps.kinds, self.settings, able, self.rows, room)
+        return climb(
+            self.first, call, self.steps.kinds, self.settings, able, self.rows,
+            self._room(call.sure),
+        )  # fmt: skip
 
     def _room(self, sure: bool) -> float:
         share = (SURE if sure else UNSURE) * self.run.gpu.memory_bytes
@@ -207,8 +208,9 @@ class Ladder:
 
     def _earlier(self) -> int:
         """Bytes of the gradients that exist as a step begins."""
-        stand = gradients_stand(self.run, self.placement)
-        return gradients_of(self.run, self.stays) if stand else 0
+        return (
+            gradients_of(self.run, self.stays) if gradients_stand(self.run, self.placement) else 0
+        )
 
     def _ahead(self, call: Call, cost: Cost, found) -> tuple:
         """Bytes per token that the sources of copies may take while tiled layers run and while
@@ -284,9 +286,8 @@ def faster(run: Run, plan: Plan, names) -> dict:
     again = plan.seconds["matmul"] + plan.seconds["elementwise"]
     least = plan.seconds.get("attention", 0.0) + again * 2 / 3
     for name in names[names.index(plan.placement) + 1 :]:
-        if least + optimizer_seconds(run, stays_of(run, name, run.checkpointing)) >= enough:
-            continue
-        if not evaluate(run, name, GLANCE).fits:
+        optimizer = optimizer_seconds(run, stays_of(run, name, run.checkpointing))
+        if least + optimizer >= enough or not evaluate(run, name, GLANCE).fits:
             continue
         found = evaluate(run, name)
         if found.fits and found.step_seconds < enough:

@@ -36,8 +36,10 @@ def card(name: str) -> Gpu:
         return gpu_row(name)
     memory = parse_bytes(name)
     near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory))
-    rates = f"those of {near.name}, the known card nearest in memory: {near.source}"
-    return replace(near, name=name, memory_bytes=memory, source=rates)
+    return replace(
+        near, name=name, memory_bytes=memory,
+        source=f"those of {near.name}, the known card nearest in memory: {near.source}",
+    )  # fmt: skip
 
 
 def cores() -> int:

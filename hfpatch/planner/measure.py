@@ -63,7 +63,6 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     bwd = 2.5 * flops / _seconds(lambda: backward(out, q, k, v, out, lse, state, scale))
     big = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     other = torch.empty_like(big)
-    bandwidth = 2 * big.numel() / _seconds(lambda: other.copy_(big))
     host = torch.empty(1 << 28, dtype=torch.uint8, device="cpu", pin_memory=True)
     link = big.numel() / _seconds(lambda: big.copy_(host, non_blocking=True))
     peer = 0.0
@@ -71,7 +70,10 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         there = torch.empty_like(big, device="cuda:1")
         peer = big.numel() / _seconds(lambda: there.copy_(big))
     return {
-        "peak_flops": matmul_rate(device, dtype), "bandwidth": bandwidth, "link": link, "attention_forward": fwd,
+        "peak_flops": matmul_rate(device, dtype),
+        "bandwidth": 2 * big.numel() / _seconds(lambda: other.copy_(big)),
+        "link": link,
+        "attention_forward": fwd,
         "attention_backward": bwd,
-        "peer": peer
-    }  # fmt: skip
+        "peer": peer,
+    }

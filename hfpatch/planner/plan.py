@@ -88,8 +88,9 @@ def _planned(model, asked: dict, progress, placement: str, max_seq_len: bool, fp
         found = replace(found, faster=faster(run, found, names))
     else:
         found = replace(found, suggestions=suggestions(run, found, placement))
-    positions = run.model.config.get("max_position_embeddings")
-    found = replace(found, host_assumed=assumed, positions=positions)
+    found = replace(
+        found, host_assumed=assumed, positions=run.model.config.get("max_position_embeddings")
+    )
     if max_seq_len:
         tokens = longest(run, names, progress)
         there = replace(run, seq_len=max(1, -(-tokens // run.ranks)))

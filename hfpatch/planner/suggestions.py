@@ -75,8 +75,8 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
         disk = replace(run.checkpointing, offload="./checkpoints")
         offers.add("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
     if run.batch > 1:
-        paid = f"{run.batch} accumulation steps for the same batch"
-        offers.add("--batch 1", replace(run, batch=1, accumulates=True), names, paid)
+        offers.add("--batch 1", replace(run, batch=1, accumulates=True), names,
+                   f"{run.batch} accumulation steps for the same batch")  # fmt: skip
 
 
 def _of_adapters(change: str, adapters: Adapters, run: Run, offers: Offers) -> bool:
@@ -115,5 +115,5 @@ def _of_more_host_memory(run: Run, names: list, offers: Offers) -> None:
     roomy = best(replace(run, host=None), names, FIRST)
     if roomy.fits:
         more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
-        larger = replace(run, host=more * GiB)
-        offers.add(f"--host-ram {more}GiB", larger, names, f"a machine with {more} GiB of memory")
+        offers.add(f"--host-ram {more}GiB", replace(run, host=more * GiB), names,
+                   f"a machine with {more} GiB of memory")  # fmt: skip

@@ -174,8 +174,10 @@ class Tower:
         return _joined(lambda *each: sum(each), *standing, moving)
 
     def _few(self, run, count: int, tokens: int) -> Pictures:
-        gpu = replace(run.gpu, memory_bytes=0)
-        return _ran(self.config, run.checkpointing, bool(run.shape.adapters), gpu, count, tokens)
+        return _ran(
+            self.config, run.checkpointing, bool(run.shape.adapters),
+            replace(run.gpu, memory_bytes=0), count, tokens,
+        )  # fmt: skip
 
     def _many(self, run, count: float, tokens: int) -> Pictures:
         if count in range(1, FEW[0] + 1):
