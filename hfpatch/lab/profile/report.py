@@ -10,9 +10,10 @@ from hfpatch.lab.tables import size
 
 def columns(runs: list[Run]) -> list[str]:
     """One heading per run. It marks simulated runs, and runs that did not finish."""
-    marks = {"simulated": " (simulated)"}
+    simulated = {"simulated": " (simulated)"}
     return [
-        r.impl + marks.get(r.source, "") + (" (did not finish)" if r.error else "") for r in runs
+        r.impl + simulated.get(r.source, "") + (" (did not finish)" if r.error else "")
+        for r in runs
     ]
 
 

@@ -116,7 +116,8 @@ def measure_steps(options: Options, progress: Callable[[str], None] = lambda tex
     """
     device = torch.device(options.on)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    run, model = new_run(options, name, options.torch_dtype), None
+    run = new_run(options, name, options.torch_dtype)
+    model = None
     try:
         progress("building the model")
         model = build_model(options)
@@ -170,7 +171,8 @@ def _record(run: Run, model, step, device: torch.device, folder: Path) -> None:
         dump_allocations(str(folder / name))
         record_allocations(False)
         stats = torch.cuda.memory_stats(device)
-        allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        allocated = stats["allocated_bytes.all.peak"]
+        reserved = stats["reserved_bytes.all.peak"]
         run.memory |= {
             "allocated_peak_bytes": allocated,
             "reserved_peak_bytes": reserved,

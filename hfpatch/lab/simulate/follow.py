@@ -163,13 +163,6 @@ class Follower(TorchDispatchMode):
             self.alive += more
             self.top = max(self.top, self.alive)
 
-    def transient(self, nbytes: int, op: str) -> None:
-        """A kernel's scratch memory: alive beside the operation's inputs and outputs, gone when it
-        returns.
-        """
-        if nbytes > 0:
-            self._death(self._birth(round_up(nbytes, self.rounding), op, "workspace"))
-
     @contextlib.contextmanager
     def host(self):
         """Storages born inside are host memory."""
@@ -191,8 +184,7 @@ class Follower(TorchDispatchMode):
         self._border()
 
     def leave_module(self) -> None:
-        if self._modules:
-            self._modules.pop()
+        self._modules.pop()
         self._border()
 
     def _border(self) -> None:
@@ -379,8 +371,9 @@ class Follower(TorchDispatchMode):
             kind, flops = work.attention
             self.ledger.attention_flops[kind] += flops
             self.ledger.attention_calls[kind] += 1
-        if work.scratch:
-            self.transient(work.scratch, f"{func.__name__} scratch")
+        if work.scratch:  # alive beside the inputs and outputs, gone as the operation returns
+            nbytes = round_up(work.scratch, self.rounding)
+            self._death(self._birth(nbytes, f"{func.__name__} scratch", "workspace"))
         self._moved(work.moved, work, self._direction(func, args))
 
     def _direction(self, func, args) -> str | None:

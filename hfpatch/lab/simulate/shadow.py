@@ -124,7 +124,10 @@ class Shadows:
             return  # views of something known
         if self._runnable(func, inputs, fresh):
             if id(func) in _LIKE and not self._known(args[0]):
-                args = (self._blank(args[0]), *args[1:])
+                like = args[0]
+                with real_tensors():
+                    blank = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+                args = (blank, *args[1:])
             reals = self._map(args)
             real_kwargs = self._map(kwargs)
             real_kwargs.pop("pin_memory", None)
@@ -154,11 +157,6 @@ class Shadows:
             if out.untyped_storage().nbytes() > most:
                 return False
         return True
-
-    @staticmethod
-    def _blank(fake: Tensor) -> Tensor:
-        with real_tensors():
-            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
 
 
 def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:

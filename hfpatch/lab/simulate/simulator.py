@@ -66,10 +66,6 @@ class Simulation:
     rows: int = 0
     ledger: Ledger = field(default=None, repr=False)
 
-    def to_dict(self) -> dict:
-        """Everything but the ledger, ready for JSON."""
-        return {name: value for name, value in vars(self).items() if name != "ledger"}
-
 
 def summarize(ledger: Ledger) -> Simulation:
     """Finds the highest total and the blocks alive at it."""
