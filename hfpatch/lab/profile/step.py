@@ -88,12 +88,6 @@ def make_optimizer(parameters, name: str):
     return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=1e-5)
 
 
-def make_batch(vocab_size: int, options: Options, device) -> dict:
-    """Random tokens [batch, seq_len] int64, each a label too."""
-    ids = torch.randint(0, vocab_size, (options.batch, options.seq_len), device=device)
-    return {"input_ids": ids, "labels": ids}
-
-
 def new_run(options: Options, device: str, dtype: torch.dtype, source: str = "measured") -> Run:
     """A Run with what was asked, and no figures yet."""
     ours = options.impl == "hfpatch"
@@ -136,10 +130,11 @@ def measure_steps(options: Options, progress: Callable[[str], None] = lambda tex
 def _steps(run: Run, model, options: Options, device: torch.device, progress) -> None:
     """Warm-up steps, timed ones, and on a GPU one under the allocator's history."""
     optimizer = make_optimizer(model.parameters(), options.optimizer)
-    batch = make_batch(model.config.vocab_size, options, device)
+    shape = (options.batch, options.seq_len)
+    ids = torch.randint(0, model.config.vocab_size, shape, device=device)
 
     def step() -> None:
-        model(**batch).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
         if optimizer is not None:
             optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -162,7 +157,7 @@ def _record(run: Run, model, step, device: torch.device, folder: Path) -> None:
     """One step under the allocator's history, and the allocator's own counts, also of a step that
     runs out of memory.
     """
-    name = f"snapshot-{run.name}.pickle"
+    name = f"snapshot-{run.impl}-{run.seq_len}.pickle"
     torch.cuda.reset_peak_memory_stats(device)
     record_allocations(True)
     try:

@@ -65,11 +65,6 @@ class Run:
     error: str | None = None  # one line, where the run did not finish
 
     @property
-    def name(self) -> str:
-        """Of its files."""
-        return f"{self.impl}-{self.seq_len}"
-
-    @property
     def peak_split(self) -> dict:
         """category -> bytes at the peak."""
         split = dict.fromkeys(CATEGORIES, 0)
