@@ -9,7 +9,6 @@ decoder/time_probe.py finds the mixers that can run this way.
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -137,10 +136,7 @@ class TimeTiles:
     def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
         """(output, last states) of one tile."""
         states = States(before)
-        drawing = nullcontext()
-        if self.rng is not None:
-            drawing = replayed(self.rng, (mixer.module, index), x.device)
-        with drawing:
+        with replayed(self.rng, (mixer.module, index), x.device):
             return mixer.call(x, *piece, states), states.after
 
     def _handed_on(self, states: dict, index: int, begins: bool) -> dict:

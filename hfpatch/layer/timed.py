@@ -73,7 +73,7 @@ class TimedCall(LayerCall):
             self.x = self.time.saved = self.queue.transfers.save(x_BTD)
         pieces = self.time.pieces(self.mixer, x_BTD.shape[1])
         self.bounds = tuple((a, b) for _, a, b, _ in pieces)
-        return [self.time.forward(self.mixer, x_BTD.detach())]
+        return [self.time.forward(self.mixer, x_BTD)]
 
     def prefetch(self) -> None:
         """Does nothing: backward prefetches its tiles itself."""
@@ -90,17 +90,17 @@ class TimedCall(LayerCall):
         return dx
 
 
-def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
-    """The fields of a TimedCall if this call of a layer may be one, else None."""
+def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict:
+    """The fields of a TimedCall if this call of a layer may be one, else an empty dict."""
     layer = traced.layer
-    if policy.every > 1 or traced.records is not None or traced.wanted or runtime.shards:
-        return None
+    if policy.every > 1 or traced.records is not None or traced.arguments.wanted or runtime.shards:
+        return {}
     if layer._hfpatch.streams is not None or traced.batch.sequence is not None:
-        return None
+        return {}
     mixer = LayerAsMixer.of(traced)
     time = mixer.time = SavedTiles(traced.traits.carries, policy.tile, rng=traced.rng)
     B, T = x.shape[:2]
     most = MOST_PIECES * -(-B * T // policy.tile) + B
     if len(time.pieces(mixer, T)) > most or policy.tile < chunk_of(layer):
-        return None  # documents make too many tiles, or a tile is shorter than the mixers' chunk
+        return {}  # documents make too many tiles, or a tile is shorter than the mixers' chunk
     return {"mixer": mixer, "time": time}
