@@ -94,9 +94,8 @@ def optimizer_seconds(run: Run, stays: Resident) -> float:
     the step reads it; it reads and writes parameters and optimizer states."""
     if stays.host_optimizer:
         return stays.host_optimizer / HOST_BYTES_PER_SECOND
-    read = 4 * gradients_of(run, stays)
-    stepped = 2 * (stays.parameters - stays.passed + stays.optimizer)
-    return (read + stepped) / run.gpu.memory_rate
+    stepped = stays.parameters - stays.passed + stays.optimizer
+    return (4 * gradients_of(run, stays) + 2 * stepped) / run.gpu.memory_rate
 
 
 def seconds_of(run: Run, cost: Cost, stays: Resident) -> dict:

@@ -36,8 +36,6 @@ SETTLED = "settled"
 FIRST = "first"
 GLANCE = "glance"
 LONGEST = 1 << 24  # tokens
-PLAINLY = "mixers run in plain code, which takes more memory than their kernels do"
-CARRIED_ON = "run on shorter rows and carried on"
 WAITS = (
     "in mixers a GPU waits for those that have the tokens before its own, which the seconds leave "
     "out"
@@ -103,10 +101,9 @@ class Ladder:
 
     def _free(self) -> int:
         """Free bytes of the device, without gradients and optimizer states."""
-        free = self.run.gpu.usable_bytes - self.stays.parameters
-        if self.run.tower:
-            free -= int(self.run.tower.cost(self.run).numbers["held"])
-        return max(0, free)
+        tower = self.run.tower
+        held = int(tower.cost(self.run).numbers["held"]) if tower else 0
+        return max(0, self.run.gpu.usable_bytes - self.stays.parameters - held)
 
     def _host(self) -> int | None:
         """Free bytes of the host for a process's checkpoints."""
@@ -179,20 +176,19 @@ class Ladder:
 
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
-        rows = self.rows
         first = self.steps.model.first
         period = max(1, self.steps.model.period)
         layers = range(self.run.shape.num_layers)
         call.kinds = [cost.kinds[min(i, first + (i - first) % period)] for i in layers]
         call.gradients = gradients_of(self.run, self.stays) - self._earlier()
         measured = call.measured
-        loss = min(cost.loss, call.loss.most(rows)) if measured else cost.loss
-        call.stands.put(rows, cost.stands)
-        call.after.put(rows, cost.after)
-        call.seconds.put(rows, cost.passed)
-        call.loss.put(rows, loss)
+        loss = min(cost.loss, call.loss.most(self.rows)) if measured else cost.loss
+        call.stands.put(self.rows, cost.stands)
+        call.after.put(self.rows, cost.after)
+        call.seconds.put(self.rows, cost.passed)
+        call.loss.put(self.rows, loss)
         if cost.exact or not measured:
-            call.tiled.put(rows, cost.tiled)
+            call.tiled.put(self.rows, cost.tiled)
 
     def _next(self, call: Call, cost: Cost):
         """The next step's budget.measured.StepPlan."""
@@ -240,10 +236,16 @@ def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
     notes = (
         (True, "simulated on few layers"),
         (tiled and untiled, f"{untiled} of {layers} layers run untiled ({reasons})"),
-        (run.shape.carries_states, PLAINLY),
+        (
+            run.shape.carries_states,
+            "mixers run in plain code, which takes more memory than their kernels do",
+        ),
         (run.shape.carries_states and run.ranks > 1, WAITS),
         (tiled and run.on_disk, f"checkpoints wait in files, on {DISK}"),
-        (steps_of(run, placement).carried_on(run.seq_len, policy), CARRIED_ON),
+        (
+            steps_of(run, placement).carried_on(run.seq_len, policy),
+            "run on shorter rows and carried on",
+        ),
         (run.gpu.float8 > 1, float8.SAID),
     )
     why = "; ".join(text for holds, text in notes if holds)
@@ -316,8 +318,7 @@ def longest(run: Run, names, progress=None) -> int:
     while high - low > max(1024, low // 32) and tokens not in room:
         if progress:
             progress(tokens)
-        there = replace(run, seq_len=-(-tokens // run.ranks))
-        room[tokens] = _room(best(there, names, GLANCE))
+        room[tokens] = _room(best(replace(run, seq_len=-(-tokens // run.ranks)), names, GLANCE))
         low = max((n for n, left in room.items() if left >= 0), default=0)
         high = min((n for n, left in room.items() if n > low and left < 0), default=LONGEST)
         if high == LONGEST or not low:

@@ -179,12 +179,12 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
         return Resident(2 * share + live, gradients, 12 * share, passed=live, gathers=gathers)
     # FSDP2 gathers the running layer and the next one in bf16, and the root unit (embedding, norm,
     # head) for the whole step.
-    root = P - shape.body_parameters
-    gathered = 2 * (2 * shape.layer_parameters + root)
+    gathered = 2 * (2 * shape.layer_parameters + P - shape.body_parameters)
     if name == "fsdp2":
-        held = 4 * share + gathered
         gradients = 4 * share + 2 * largest
-        return Resident(held, gradients, 8 * share, passed=gathered, gathers=gathers)
+        return Resident(
+            4 * share + gathered, gradients, 8 * share, passed=gathered, gathers=gathers
+        )
     return Resident(
         gathered,
         2 * largest + 4 * largest // gpus,

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
-from hfpatch.lab.hardware import GiB
+from hfpatch.lab.hardware import GiB, Gpu
 from hfpatch.lab.models import config_of
+from hfpatch.planner.machine import card
+from hfpatch.planner.placements import candidates
 from hfpatch.planner.remembered import recall, remember
 from hfpatch.planner.result import Plan
 
@@ -51,6 +53,20 @@ def plan(
     Raises:
         ValueError: an argument is unknown or unsupported.
     """
+    if not isinstance(max_seq_len, bool):
+        raise ValueError(
+            f"hfpatch: max_seq_len must be True or False, got {max_seq_len!r}. One length goes to "
+            "seq_len."
+        )
+    if adapters is not None and not isinstance(adapters, Adapters):
+        raise ValueError(
+            f"hfpatch: adapters must be a hfpatch.lab.adapters.Adapters, got {adapters!r}. Pass "
+            "Adapters(16) for rank 16."
+        )
+    # at once: what comes next loads torch for seconds
+    candidates(placement, gpus, bool(adapters))
+    if gpu != "this" and not isinstance(gpu, Gpu):
+        card(gpu)
     asked = {
         "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram, "seq_len": seq_len,
         "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
@@ -80,8 +96,7 @@ def _planned(model, asked: dict, progress, placement: str, max_seq_len: bool, fp
         run = in_float8(run, fp8)
     assumed = run.host is None
     if assumed:  # twice the cards' memory, at least 64 GiB, as common machines have
-        cards = run.gpus * round(run.gpu.memory_bytes / GiB)
-        run = replace(run, host=max(2 * cards, 64) * GiB)
+        run = replace(run, host=max(2 * run.gpus * round(run.gpu.memory_bytes / GiB), 64) * GiB)
     names = placements(run, placement)
     found = best(run, names)
     if found.fits:

@@ -97,14 +97,17 @@ def test_options_are_refused_before_any_process_starts(wrong, word, tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
-def test_more_tokens_than_transformers_counts_are_refused_without_a_step(
-    capfd, tmp_path, monkeypatch
+@pytest.mark.parametrize("tokens, words", [
+    ("1000M", "seq_len must be at most 16,777,215 tokens, got 1,048,576,000. Pass fewer."),
+    ("16000k", "16,384,000 tokens must fit this machine's"),
+])  # fmt: skip
+def test_more_tokens_than_a_machine_holds_are_refused_without_a_step(
+    tokens, words, capfd, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(runner, "_in_process", lambda *_: pytest.fail("a process started"))
-    arguments = "llama-3.1-8b", "--seq-len", "1000M", "--out", tmp_path / "out"
+    arguments = "llama-3.1-8b", "--seq-len", tokens, "--out", tmp_path / "out"
     code, _, err = call(capfd, *arguments)
-    assert code == 2
-    assert "seq_len must be at most 16,777,215 tokens, got 1,048,576,000. Pass fewer." in err
+    assert code == 2 and words in err
 
 
 def test_a_model_that_a_machine_cannot_hold_is_refused_before_it_is_made(

@@ -194,6 +194,7 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
     ({"checkpointing": "maybe"}, "checkpointing must be"),
     ({"model": {"model_type": "bilbo"}}, "bilbo"), ({"gpu": "this"}, "CUDA"),
     ({"model": 3}, "got int"), ({"gpu": 3}, "h100"),
+    ({"adapters": 16}, "got 16"), ({"max_seq_len": 8192}, "got 8192"),
 ])  # fmt: skip
 def test_errors_are_one_sentence(change, words, monkeypatch):
 

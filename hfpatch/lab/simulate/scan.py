@@ -1,7 +1,7 @@
 """Loops over tokens or chunks in plain code, made short for fake tensors.
 
 The loops: the scan of Mamba, Falcon-Mamba, Jamba and Zamba; the gated delta rule of Qwen3-Next,
-Qwen3.5 and OLMo hybrids; our own attention in blocks of queries.
+Qwen3.5 and OLMo hybrids; the queries of Qwen4's indexer; our own attention in blocks of queries.
 
 In transformers' loops each operation takes a block of tokens or chunks. A million tokens then need
 as few operations as a thousand, with the same bytes and FLOPs. Values mean nothing here.
@@ -96,14 +96,54 @@ _BY_BLOCKS = {
 @contextlib.contextmanager
 def scans_by_blocks():
     """A context in which transformers' models run these functions in blocks."""
-    modules = list(sys.modules.items())
-    imported = [m for name, m in modules if name.startswith("transformers.models.")]
     with contextlib.ExitStack() as stack:
-        for module in imported:
+        for module in _families():
             # A lazy module that is asked for a name may import what is not there.
             for name in vars(module).keys() & _BY_BLOCKS:
                 made = _BY_BLOCKS[name](vars(module)[name])
                 stack.enter_context(for_now(module, **{name: made}))
+        yield
+
+
+def _families():
+    """transformers' modules of models, as far as they are imported."""
+    return [m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")]
+
+
+def _counted(follower, rows):
+    """Yields the item of each (times, item), and has the follower count its work `times` times."""
+    for times, item in rows:
+        follower.times = times
+        yield item
+    follower.times = 1
+
+
+INDEXERS = ("Qwen4ExpTextQSAIndexer",)  # these loop over queries
+
+
+@contextlib.contextmanager
+def few_queries(follower):
+    """A context in which transformers' indexers run two queries in place of all.
+
+    The middle query is counted as many times as there are queries. The last one, which takes the
+    most bytes, is not counted.
+    """
+
+    def few(code):
+        def counting(*bounds):
+            caller = sys._getframe(1)
+            if caller.f_code is not code or "batch_idx" not in caller.f_locals:
+                return range(*bounds)
+            (n,) = bounds
+            return _counted(follower, ((n, n // 2), (0, n - 1)))
+
+        return counting
+
+    with contextlib.ExitStack() as stack:
+        for module in _families():
+            for name in vars(module).keys() & INDEXERS:
+                plain = inspect.unwrap(getattr(module, name).forward)
+                stack.enter_context(for_now(module, range=few(plain.__code__)))
         yield
 
 
@@ -120,12 +160,9 @@ def few_blocks(follower):
     def few(q_BTHE, pattern):
         every = list(stock(q_BTHE, pattern))
         middle = sorted({(len(every) - 1) // 2, len(every) // 2})
-        follower.times = len(every) // len(middle)
-        yield from (every[i] for i in middle)
-        follower.times = 0
-        yield every[max(0, len(every) - 2)]
-        yield every[-1]
-        follower.times = 1
+        counted = [(len(every) // len(middle), every[i]) for i in middle]
+        counted += [(0, every[max(0, len(every) - 2)]), (0, every[-1])]
+        return _counted(follower, counted)
 
     with for_now(_attention_blocks, _blocks=few):
         yield
