@@ -24,7 +24,7 @@ FOLDERS = {
     "layer": (2937, 34076),
     "trainer": (2412, 24629),
     "budget": (480, 5308),  # misspelt keywords and places, for who writes Python as for flags
-    "planner": (945, 11880),  # argparse's messages in the form of all others, for who mistypes
+    "planner": (945, 11716),  # argparse's messages in the form of all others, for who mistypes
     "decoder": (1103, 13750),
     "ops": (913, 12548),
     "cli": (747, 7930),
