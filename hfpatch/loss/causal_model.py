@@ -8,13 +8,15 @@ hooks around that call gather the weight.
 import sys
 import warnings
 import weakref
-from functools import partial
+from dataclasses import fields
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.utils import ModelOutput
 
 from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.compat import (
@@ -32,8 +34,14 @@ from hfpatch.layer.traits import runtimes_in
 from hfpatch.loss.head import WHOLE, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
+from hfpatch.report import say
 from hfpatch.store.device import on_host
 
+_NONE = (
+    "outputs.logits is None, as the loss was computed without logits; "
+    "hfpatch.apply(model, logits=True) returns them."
+)
+_say_once = cache(say)
 # In evaluation, logits="auto" returns logits with the loss where all copies of them together stay
 # below this.
 EVAL_LOGITS_BYTES = 2 << 30
@@ -306,4 +314,25 @@ def _answered(out):
         return tuple(map(value, out))
     if not isinstance(out, dict) or not any(isinstance(x, Logits) for x in out.values()):
         return out
-    return type(out)(**{n: value(x) for n, x in out.items()})
+    kind = _telling(type(out)) if isinstance(out, ModelOutput) else type(out)
+    return kind(**{n: value(x) for n, x in out.items()})
+
+
+@cache
+def _telling(kind: type) -> type:
+    """A class of outputs that says so when code reads `logits` and they are None.
+
+    They stay None, as ms-swift asks `outputs.logits is not None`. They are no field of the
+    dataclass, so copies that accelerate, FSDP and deepcopy make do not read them.
+    """
+    own = {
+        "logits": property(_read_logits, lambda self, value: vars(self).update(logits=value)),
+        "__dataclass_fields__": {f.name: f for f in fields(kind) if f.name != "logits"},
+        "__reduce__": lambda self: kind(**self).__reduce__(),
+    }
+    return type(kind.__name__, (kind,), own)
+
+
+def _read_logits(out):
+    found = vars(out).get("logits")
+    return _say_once(_NONE) if found is None else found

@@ -36,13 +36,14 @@ class Logits(Tensor):
         hidden: [..., D].
         cast: the dtype of autocast at the head's call, or None.
         inner, outer: the scale and, with a soft cap, the scale of the cap.
+        words: V if only the first V rows of the head are used; None for all rows.
         steps: what the model did with the head's output, for `real`.
         computed: the real logits, once something used them.
     """
 
     @staticmethod
-    def __new__(cls, owner, hidden, cast, dtype=None, inner=1.0, outer=None, steps=()):
-        shape = (*hidden.shape[:-1], rows_of(owner._hfpatch_head()))
+    def __new__(cls, owner, hidden, cast, dtype=None, inner=1.0, outer=None, words=None, steps=()):
+        shape = (*hidden.shape[:-1], words or rows_of(owner._hfpatch_head()))
         self = without_memory(
             cls,
             shape,
@@ -51,7 +52,7 @@ class Logits(Tensor):
             requires_grad=torch.is_grad_enabled(),
         )
         attributes = {"owner": owner, "hidden": hidden, "cast": cast, "inner": inner,
-                      "outer": outer, "steps": steps, "computed": None}  # fmt: skip
+                      "outer": outer, "words": words, "steps": steps, "computed": None}  # fmt: skip
         vars(self).update(attributes)
         if torch.is_grad_enabled():
             with as_plain_tensor():
@@ -100,8 +101,9 @@ class Logits(Tensor):
             hidden = hidden * scale
         head = self.owner._hfpatch_head()
         options["softcap"] = self.outer
+        loss = partial(_loss_over, self.words)
         with autocast(self.device.type, self.cast):
-            return through(head, ops.linear_cross_entropy, hidden, labels, **options)
+            return through(head, loss, hidden, labels, **options)
 
     @classmethod
     @torch.compiler.disable  # dynamo cannot trace tensors without memory
@@ -153,7 +155,7 @@ def _scaled(z: Logits, factor, step):
 
 
 def _indexed(z: Logits, index):
-    """A choice of tokens, with all words of the vocabulary."""
+    """A choice of tokens, of the vocabulary's first words, or of both."""
     index = index if isinstance(index, tuple) else (index,)
     used = 0  # the dimensions that the index names
     whole = False  # whether it has an ellipsis
@@ -167,12 +169,17 @@ def _indexed(z: Logits, index):
         elif k is not None:
             return None
     last = index[-1]
-    if last is not ... and (whole or used >= z.dim()):
-        V = z.shape[-1]
-        if not isinstance(last, slice) or last.indices(V) != (0, V, 1):
-            return None
-        index = (*index[:-1], slice(None))
-    return z.but(hidden=z.hidden[index])
+    if last is ... or not whole and used < z.dim():  # not the vocabulary's
+        return z.but(hidden=z.hidden[index])
+    if not isinstance(last, slice):
+        return None
+    start, words, step = last.indices(z.shape[-1])
+    if start != 0 or step != 1 or words == 0:
+        return None
+    hidden = z.hidden[(*index[:-1], slice(None))]
+    if words == z.shape[-1]:
+        return z.but(hidden=hidden)
+    return z.but(lambda z: z[..., :words], hidden=hidden, words=words)
 
 
 # name of torch's function -> (number of its arguments, what records it). The loss is computed in
@@ -189,6 +196,14 @@ _OF_ITS_SHAPE = {
     "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "size", "dim",
     "numel", "__len__", "is_floating_point",
 }  # fmt: skip
+
+
+def _loss_over(words, hidden, weight, labels, bias: Tensor | None = None, **options) -> Tensor:
+    """The loss over the first `words` rows of the head, or over all of them."""
+    if words is not None:
+        weight = weight[:words]
+        bias = None if bias is None else bias[:words]
+    return ops.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
 
 class Head:

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfpatch
+from hfpatch.compat import pytree
 
 WHOLE = "the loss runs through whole logits"
 
@@ -400,15 +401,32 @@ def test_a_replaced_cross_entropy_runs(which, monkeypatch):
     assert any(WHOLE in reason for option, reason in report.skipped if option == "loss")
 
 
-def test_unread_logits_are_none_and_the_report_has_a_line():
-    """No field of the output: Liger's users ask `outputs.logits is None`, and engines copy every
-    field."""
+def test_unread_logits_say_so_and_the_report_has_a_line(capsys):
+    """They stay None, without a field: Liger's users ask `outputs.logits is None`, and engines
+    copy every field."""
+    from hfpatch.loss import causal_model
+
+    causal_model._say_once.cache_clear()
     ours = tiny.llama()
     report = hfpatch.apply(ours)
     assert any("outputs.logits is None in training" in line for line in report.notes)
     out = ours(**tiny.labelled(), output_hidden_states=True)
-    assert list(out) == ["loss", "hidden_states"] and out.logits is None
-    assert dataclasses.replace(out).loss is copy.copy(out).loss is out.loss
+    for again in (out, type(out)(dict(out)), dataclasses.replace(out), type(out)(**out)):
+        assert len(again) == 2 and copy.copy(again).loss is out.loss
+        assert list(again) == list(out) == ["loss", "hidden_states"] == list(again.keys())
+        assert again[1] is out.hidden_states and again.get("logits") is None
+        assert isinstance(again, CausalLMOutputWithPast)
+        leaves, how = pytree.tree_flatten(again)
+        again = pytree.tree_unflatten(leaves, how)
+        assert not capsys.readouterr().err, "nothing read them yet"
+        with pytest.raises(AttributeError):
+            again.logits.view(-1)
+        assert "apply(model, logits=True)" in capsys.readouterr().err
+        assert again.logits is None and not capsys.readouterr().err, "once"
+        causal_model._say_once.cache_clear()
+    out.logits = torch.ones(1)
+    assert out.logits == 1 and not capsys.readouterr().err
     with torch.no_grad():
         out = ours(**tiny.labelled(), skip_logits=True)
     assert copy.deepcopy(out).loss == out.loss == pickle.loads(pickle.dumps(out)).loss
+    assert not capsys.readouterr().err

@@ -28,15 +28,15 @@ TOKENS, VOCAB = 320, 1009
 
 
 class LargestLogits(TorchDispatchMode):
-    """The most rows of VOCAB numbers that any tensor has, in forward and backward."""
+    """The most rows of VOCAB numbers (or `width`) that any tensor has, in forward and backward."""
 
-    rows = 0
+    rows, width = 0, VOCAB
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == VOCAB:
-                self.rows = max(self.rows, x.numel() // VOCAB)
+            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == self.width:
+                self.rows = max(self.rows, x.numel() // self.width)
         return out
 
 
@@ -78,9 +78,9 @@ def test_a_qwen3_step_never_holds_whole_logits(patched, stock, tmp_path, monkeyp
 
 
 class Padded(Qwen3ForCausalLM):
-    """Cuts its logits to all words, scales and caps them."""
+    """A head with more rows than words, as Inkling's: the loss is over the first ones."""
 
-    words: int | None = None
+    words: int | None = VOCAB - 9
     rounds = "float"  # as transformers does, which is all that rounds beside a model in float64
 
     def forward(self, input_ids=None, labels=None, **kwargs):
@@ -92,8 +92,9 @@ class Padded(Qwen3ForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-@pytest.mark.parametrize("words", [VOCAB + 9, None])
-def test_a_cut_that_leaves_all_words_makes_no_logits(words, stock, monkeypatch):
+@pytest.mark.parametrize("words", [VOCAB - 9, VOCAB + 9, None])
+def test_a_heads_padding_is_no_part_of_the_loss(words, stock, monkeypatch):
+    """Nor does it make logits: who leaves words out asks for fewer rows of the head."""
     monkeypatch.setattr(Padded, "words", words)
     within(16 * VOCAB * 5, monkeypatch)
     theirs, ours = Padded(stock.config).double(), Padded(stock.config).double()
@@ -103,6 +104,7 @@ def test_a_cut_that_leaves_all_words_makes_no_logits(words, stock, monkeypatch):
     ids = torch.randint(VOCAB - 9, (1, 64), generator=torch.Generator().manual_seed(2))
     batch = {"input_ids": ids, "labels": ids}
     with LargestLogits() as seen:
+        seen.width = min(words or VOCAB, VOCAB)
         got = tiny.step(ours, batch)
     assert seen.rows <= 32
     plain = tiny.step(theirs, batch)
