@@ -206,7 +206,7 @@ def test_options_that_are_no_yes_or_no_refused(option):
 
 @pytest.mark.parametrize(
     "model, word",
-    [("gpt2", "str"), (None, "NoneType"), (LlamaForCausalLM, "type")],
+    [("gpt2", "str"), (None, "NoneType"), (LlamaForCausalLM, "the class LlamaForCausalLM")],
 )
 def test_what_is_no_model_refused(model, word):
     with pytest.raises(
