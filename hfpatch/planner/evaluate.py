@@ -70,7 +70,7 @@ class Ladder:
         self.stand = gradients_stand(run, placement)
         self.rows, self.width = run.batch * run.seq_len, run.shape.embedding[1]
         settings, change = run.checkpointing, {}
-        if named.sharded:
+        if settings.every == "auto" and named.sharded:
             change["every"] = 1
         # DeepSpeed's buckets need gradients in one order on all ranks.
         if settings.plain == "auto" and run.gpus > 1 and placement.startswith("zero3"):
