@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfpatch.budget.free import cgroups, given_host, meminfo, share_of_device
-from hfpatch.lab.hardware import GPUS, GiB, Gpu, gpu_row
+from hfpatch.lab.hardware import GPUS, Gpu, gpu_row
 from hfpatch.planner.limits import parse_bytes
 
 
@@ -36,13 +36,10 @@ def card(name: str) -> Gpu:
         return gpu_row(name)
     memory = parse_bytes(name)
     near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory))
-    rates = f"those of {near.name}, the known card nearest in memory: {near.source}"
-    return replace(near, name=name, memory_bytes=memory, source=rates)
-
-
-def common_host(gpu: Gpu, gpus: int) -> int:
-    """The memory of a common machine with these cards: twice the cards', at least 64 GiB."""
-    return max(2 * gpus * round(gpu.memory_bytes / GiB), 64) * GiB
+    return replace(
+        near, name=name, memory_bytes=memory,
+        source=f"those of {near.name}, the known card nearest in memory: {near.source}",
+    )  # fmt: skip
 
 
 def cores() -> int:
