@@ -36,7 +36,7 @@ class LayerAsMixer(Mixer):
         batch = traced.batch
         given = Arguments((None, *own.args), own.kwargs, own.B, own.T)
         return cls(
-            traced.layer, *given.flat, 0, given.axes, own.B, traced.configs, batch,
+            traced.layer, given.leaves, given.spec, 0, given.axes, own.B, traced.configs, batch,
             batch.document_bounds, traced=traced,
         )  # fmt: skip
 
