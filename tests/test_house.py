@@ -32,8 +32,8 @@ FOLDERS = {
     "store": (539, 5402),
     "kernels": (566, 9154),
     "compat": (526, 4883),
-    "parts": (457, 5337),
-    "attention": (404, 5439),
+    "parts": (452, 5091),
+    "attention": (400, 5225),
     "loss": (421, 5050),  # another mode of autograd, for who scores without a gradient in a forward
     ".": (385, 3896),
     "parallel": (183, 2284),
@@ -100,8 +100,7 @@ FIELDS = {
     ("layer/condition.py", "Condition"): 9,
     ("layer/measured_step.py", "Step"): 12,
     ("layer/backward.py", "Backward"): 12,
-    ("context/current.py", "_Current"): 5,  # thread-local, as the next
-    ("parts/keeping.py", "_Here"): 1,
+    ("context/current.py", "_Current"): 6,  # thread-local
 }
 ATTRIBUTES = 19  # most names of attributes and methods that begin with _hfpatch_
 

@@ -201,7 +201,7 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
     return _moved(run(*other_args, **other_kwargs), run(*args, **kwargs), tokens)
 
 
-def _calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
+def calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
     """Module name -> (args, kwargs, output) of each of its calls during run(x), for modules inside
     the layer.
     """
@@ -240,7 +240,7 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, i
     tokens = x_BTD.shape[1]
     if not _mixes(run, (x_BTD,), {}, tokens, known):
         return {}
-    calls = _calls_in(layer, run, x_BTD)
+    calls = calls_in(layer, run, x_BTD)
 
     def constant(name, args, kwargs):
         out = calls[name][0][2]
