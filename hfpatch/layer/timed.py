@@ -67,7 +67,6 @@ class TimedCall(LayerCall):
         self.mixer = self.time = None
 
     def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
-        self.time.transfers = None
         if where is not None:
             self.time.transfers = self.queue.transfers
             self.x = self.time.saved = self.queue.transfers.save(x_BTD)
