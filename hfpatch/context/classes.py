@@ -75,7 +75,8 @@ def not_a_model(came) -> ValueError:
     name = f"the class {came.__name__}" if isinstance(came, type) else type(came).__name__
     return ValueError(
         f"hfpatch: model must be a transformers model (with a config), got {name}. "
-        "Pass the model that from_pretrained() or from_config() returned, before another library wraps or shards it."
+        "Pass the model that from_pretrained() or from_config() returned, before another "
+        "library wraps or shards it."
     )
 
 
