@@ -71,13 +71,13 @@ class StepMeter(Meter):
             plan.ahead = self.ahead[0] * rows
         return first
 
-    def layer(self, index: int, kind: str | None, waiting: int) -> bool:
-        keeps_all = super().layer(index, kind, waiting)
+    def layer_begins(self, index: int, kind: str | None, waiting: int) -> bool:
+        keeps_all = super().layer_begins(index, kind, waiting)
         if keeps_all and self.ahead[1] is not None:
             self.step.forward.room = min(self.step.forward.room, self.ahead[1] * self.step.rows)
         return keeps_all
 
-    def backward(self, step, keeps_all: bool = False) -> Counters:
+    def layer_backward_begins(self, step, keeps_all: bool = False) -> Counters:
         if step.backward.began is not None:
             self.gauge.missing = self.gradients - self.own
-        return super().backward(step, keeps_all)
+        return super().layer_backward_begins(step, keeps_all)
