@@ -47,9 +47,9 @@ class StepMeter(Meter):
     Attributes:
         able: what the layers can do.
         gradients: bytes of those of all layers.
-        ahead: bytes per token that the sources of copies may take while a tiled layer runs, and
-            while one that keeps all does; None: those of two layers, and the room of gradients, which
-            come after the forward.
+        ahead: a pair: bytes per token that the sources of copies may take while a tiled layer runs,
+            and while one that keeps all does; None: those of two layers, and the room of gradients,
+            which come after the forward.
     """
 
     def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: tuple):

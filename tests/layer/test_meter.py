@@ -169,7 +169,7 @@ def step(model):
 
 def test_after_memory_ran_out_less_is_kept(monkeypatch, capfd):
     model, meter = told_steps(monkeypatch, 1, total=20 * GiB, free=8 * GiB)
-    monkeypatch.setattr(Meter, "_ends", lambda self, solid: None)
+    monkeypatch.setattr(Meter, "_note_kept", lambda self, solid: None)
     for kind in meter.kinds.values():
         kind.kept = 1.5 * GiB / 74
     step(model)
