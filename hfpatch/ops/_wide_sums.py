@@ -39,9 +39,12 @@ def sums_in_matmul(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def into(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, first: bool) -> None:
-    """Adds a_MK @ b_KN to the float32 sum out_MN; `first` overwrites the sum instead."""
+    """Adds a_MK @ b_KN to the sum out_MN, of their dtype or (see sums_in_matmul) float32; `first`
+    overwrites the sum instead."""
     aten = torch.ops.aten
-    if first:
+    if out_MN.dtype == a_MK.dtype:
+        out_MN.addmm_(a_MK, b_KN, beta=0 if first else 1)
+    elif first:
         aten.mm.dtype_out(a_MK, b_KN, out_MN.dtype, out=out_MN)
     else:
         aten.addmm.dtype_out(out_MN, a_MK, b_KN, out_MN.dtype, out=out_MN)
