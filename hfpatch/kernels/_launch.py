@@ -1,8 +1,16 @@
-"""Helpers of the launchers: they start a kernel on the tensors' device and choose block sizes."""
+"""Helpers of kernels and of their launchers."""
 
 import contextlib
 
 import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(p, mask):
+    """The block at p in float32, 0 where masked. tl.store casts back by itself."""
+    return tl.load(p, mask=mask, other=0.0).to(tl.float32)
 
 
 def launch(

@@ -21,7 +21,7 @@ near the largest, and then multiplies by outer.
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import launch
+from hfpatch.kernels._launch import _load, launch
 
 MAX_BLOCK = 8192
 LONG_ROW = 96 << 10  # bytes
@@ -100,10 +100,9 @@ def cross_entropy_fwd_kernel(
         for k in tl.static_range(K):
             tl.store(p_out + k * stride_outs, 0.0)
         if GRAD:
-            b_zero = tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty)
             for start in range(0, V, BLOCK):
                 o_x = start + o_v
-                tl.store(p_row + o_x, b_zero, mask=o_x < V)
+                tl.store(p_row + o_x, 0.0, mask=o_x < V)
     else:
         # The op asserts that labels are valid, but this kernel runs before the assertion stops the
         # program. An invalid label must not read outside the row.
@@ -170,7 +169,7 @@ def cross_entropy_fwd_kernel(
             for start in tl.range(0, V, BLOCK, num_stages=STAGES):
                 o_x = start + o_v
                 m_v = o_x < V
-                b_x = tl.load(p_row + o_x, mask=m_v, other=0.0).to(tl.float32)
+                b_x = _load(p_row + o_x, m_v)
                 b_u = _u(b_x, inner, SOFTCAP)
                 b_d = p_scale * tl.exp(outer * (b_u - top))
                 b_d -= tl.where(o_x == label, y_scale, 0.0)
@@ -179,7 +178,7 @@ def cross_entropy_fwd_kernel(
                 b_d *= outer
                 if SOFTCAP:
                     b_d *= inner * _tanh_slope(inner * b_x)
-                tl.store(p_row + o_x, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
+                tl.store(p_row + o_x, b_d, mask=m_v)
 
 
 @triton.jit
@@ -216,7 +215,7 @@ def cross_entropy_bwd_kernel(
     for start in range(0, V, BLOCK):
         o_x = start + o_v
         m_v = o_x < V
-        b_x = tl.load(p_row + o_x, mask=m_v, other=0.0).to(tl.float32)
+        b_x = _load(p_row + o_x, m_v)
         b_u = _u(b_x, inner, SOFTCAP)
         b_below = outer * (b_u - top)
         b_e = tl.exp(b_below)
@@ -232,7 +231,7 @@ def cross_entropy_bwd_kernel(
         if SOFTCAP:
             b_d *= inner * _tanh_slope(inner * b_x)
         b_d = tl.where(keep, b_d, 0.0)
-        tl.store(p_row + o_x, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
+        tl.store(p_row + o_x, b_d, mask=m_v)
 
 
 def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
