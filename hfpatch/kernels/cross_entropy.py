@@ -1,7 +1,7 @@
 """Cross-entropy over a chunk of logits, in place. One program per row loops over blocks of columns.
 
 ops/_linear_ce_chunk.py launches `cross_entropy_fwd` and `cross_entropy_bwd`, by their names
-(`by_device` in ops/_library.py).
+(`define` in ops/_library.py).
 
 Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded
 past V).
@@ -68,6 +68,52 @@ def _u(b_x, inner, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _write_zeros(p_row, V, BLOCK: tl.constexpr):
+    for start in range(0, V, BLOCK):
+        o_x = start + tl.arange(0, BLOCK)
+        tl.store(p_row + o_x, 0.0, mask=o_x < V)
+
+
+@triton.jit
+def _write_gradient(
+    p_row,  # the logits of one row, V of them
+    V,
+    label,
+    top,
+    p_scale,
+    y_scale,
+    u_scale,
+    entropy,
+    h_scale,
+    s_scale,
+    inner,
+    outer,
+    UNIFORM: tl.constexpr,
+    STATS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        o_x = start + tl.arange(0, BLOCK)
+        m_v = o_x < V
+        b_x = _load(p_row + o_x, m_v)
+        b_below = outer * (_u(b_x, inner, SOFTCAP) - top)
+        b_e = tl.exp(b_below)
+        b_d = p_scale * b_e
+        if STATS:
+            b_log = _finite(b_below) + entropy
+            b_d = b_e * (p_scale + h_scale * b_log + s_scale * b_e)
+        b_d -= tl.where(o_x == label, y_scale, 0.0)
+        if UNIFORM:
+            b_d -= u_scale
+        b_d *= outer
+        if SOFTCAP:
+            b_d *= inner * _tanh_slope(inner * b_x)
+        tl.store(p_row + o_x, b_d, mask=m_v)
+
+
+@triton.jit
 def cross_entropy_fwd_kernel(
     logits_ptr,  # (N, V), row stride S; becomes the gradient where GRAD
     labels_ptr,  # (N,)
@@ -94,15 +140,11 @@ def cross_entropy_fwd_kernel(
     p_row = logits_ptr + i_n * S
     p_out = outs_ptr + i_n
     label = tl.load(labels_ptr + i_n)
-    o_v = tl.arange(0, BLOCK)
-
     if label == ignore_index:
         for k in tl.static_range(K):
             tl.store(p_out + k * stride_outs, 0.0)
         if GRAD:
-            for start in range(0, V, BLOCK):
-                o_x = start + o_v
-                tl.store(p_row + o_x, 0.0, mask=o_x < V)
+            _write_zeros(p_row, V, BLOCK)
     else:
         # The op asserts that labels are valid, but this kernel runs before the assertion stops the
         # program. An invalid label must not read outside the row.
@@ -116,7 +158,7 @@ def cross_entropy_fwd_kernel(
         slack = 0.0  # sum of exp(z - outer top) (z - outer top)
         square = 0.0  # sum of exp(z - outer top)^2
         for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-            o_x = start + o_v
+            o_x = start + tl.arange(0, BLOCK)
             m_v = o_x < V
             b_x = tl.load(p_row + o_x, mask=m_v, other=-float("inf")).to(tl.float32)
             b_u = _u(b_x, inner, SOFTCAP)
@@ -166,19 +208,11 @@ def cross_entropy_fwd_kernel(
             if SMOOTHING:
                 p_scale += scale * smoothing
             p_scale /= total
-            for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-                o_x = start + o_v
-                m_v = o_x < V
-                b_x = _load(p_row + o_x, m_v)
-                b_u = _u(b_x, inner, SOFTCAP)
-                b_d = p_scale * tl.exp(outer * (b_u - top))
-                b_d -= tl.where(o_x == label, y_scale, 0.0)
-                if SMOOTHING:
-                    b_d -= scale * smoothing / V
-                b_d *= outer
-                if SOFTCAP:
-                    b_d *= inner * _tanh_slope(inner * b_x)
-                tl.store(p_row + o_x, b_d, mask=m_v)
+            u_scale = scale * smoothing / V
+            _write_gradient(
+                p_row, V, label, top, p_scale, y_scale, u_scale, 0.0, 0.0, 0.0, inner, outer,
+                SMOOTHING, False, SOFTCAP, BLOCK, STAGES,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -200,38 +234,20 @@ def cross_entropy_bwd_kernel(
     p_row = logits_ptr + i_n * S
     p_factor = factors_ptr + i_n
     label = tl.load(labels_ptr + i_n)
-    o_v = tl.arange(0, BLOCK)
-    keep = label != ignore_index
-    # Infinity gives probabilities of 0, so nothing overflows.
-    top = tl.where(keep, tl.load(p_factor), float("inf"))
-    p_scale = tl.load(p_factor + F)
-    y_scale = tl.load(p_factor + 2 * F)
-    if K > 3:
-        u_scale = tl.load(p_factor + 3 * F)
-    if K > 4:
-        entropy = tl.load(p_factor + 4 * F)
-        h_scale = tl.load(p_factor + 5 * F)
-        s_scale = tl.load(p_factor + 6 * F)
-    for start in range(0, V, BLOCK):
-        o_x = start + o_v
-        m_v = o_x < V
-        b_x = _load(p_row + o_x, m_v)
-        b_u = _u(b_x, inner, SOFTCAP)
-        b_below = outer * (b_u - top)
-        b_e = tl.exp(b_below)
-        if K > 4:
-            b_log = _finite(b_below) + entropy
-            b_d = b_e * (p_scale + h_scale * b_log + s_scale * b_e)
-        else:
-            b_d = p_scale * b_e
-        b_d -= tl.where(o_x == label, y_scale, 0.0)
-        if K > 3:
-            b_d -= u_scale
-        b_d *= outer
-        if SOFTCAP:
-            b_d *= inner * _tanh_slope(inner * b_x)
-        b_d = tl.where(keep, b_d, 0.0)
-        tl.store(p_row + o_x, b_d, mask=m_v)
+    if label == ignore_index:
+        _write_zeros(p_row, V, BLOCK)
+    else:
+        top = tl.load(p_factor)
+        p_scale = tl.load(p_factor + F)
+        y_scale = tl.load(p_factor + 2 * F)
+        u_scale = tl.load(p_factor + 3 * F) if K > 3 else 0.0
+        entropy = tl.load(p_factor + 4 * F) if K > 4 else 0.0
+        h_scale = tl.load(p_factor + 5 * F) if K > 4 else 0.0
+        s_scale = tl.load(p_factor + 6 * F) if K > 4 else 0.0
+        _write_gradient(
+            p_row, V, label, top, p_scale, y_scale, u_scale, entropy, h_scale, s_scale,
+            inner, outer, K > 3, K > 4, SOFTCAP, BLOCK, 1,
+        )  # fmt: skip
 
 
 def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Triton kernels of a mixture of experts: the activation and the combination of rows around the
 grouped matmuls, and the sum of weight gradients over tiles. ops/experts.py launches them by their
-names (`by_device` in ops/_library.py).
+names (`define` in ops/_library.py).
 
 S routed rows sorted by expert, N tokens, K experts a token, E experts, D hidden, F intermediate.
 """
@@ -15,38 +15,39 @@ from hfpatch.kernels.swiglu import _act_and_slope, _sigmoids
 
 @triton.jit
 def _columns(first, m_s, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
-    """The columns of gate and up of BLOCK_F pairs in a row of 2F, and the mask of those that exist.
+    """The columns of gate of BLOCK_F pairs in a row of 2F, and the mask of those that exist. up's
+    are F columns further.
 
     Interleaved, it is one range of 2 BLOCK_F columns, so that a thread loads 16 bytes at a time;
     each of two ranges of every second column would take 2 bytes at a time.
     """
     if INTERLEAVED:
-        o_gate = (2 * first + tl.arange(0, 2 * BLOCK_F))[None, :]
-        return o_gate, o_gate, m_s & (o_gate < 2 * F)
+        o_gate = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]
+        return o_gate, m_s & (o_gate < 2 * F)
     else:
-        o_gate = (first + tl.arange(0, BLOCK_F))[None, :]
-        return o_gate, o_gate + F, m_s & (o_gate < F)
+        o_gate = first + tl.arange(0, BLOCK_F)[None, :]
+        return o_gate, m_s & (o_gate < F)
 
 
 @triton.jit
-def _load_gate_up(row, o_gate, o_up, m, INTERLEAVED: tl.constexpr):
-    b_gate = _load(row + o_gate, m)
+def _load_gate_up(p_gate, m, F, INTERLEAVED: tl.constexpr):
+    b_gate = _load(p_gate, m)
     if INTERLEAVED:
         b_pairs = tl.reshape(b_gate, (m.shape[0], m.shape[1] // 2, 2))
         return tl.split(b_pairs)
     else:
-        return b_gate, _load(row + o_up, m)
+        return b_gate, _load(p_gate + F, m)
 
 
 @triton.jit
-def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m, m_s, E, F, INTERLEAVED: tl.constexpr):
+def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, m, m_s, E, F, INTERLEAVED: tl.constexpr):
     """gate and up of a block in float32, with the bias of each row's expert."""
-    b_gate, b_up = _load_gate_up(gu_ptr + o_s * (2 * F), o_gate, o_up, m, INTERLEAVED)
+    b_gate, b_up = _load_gate_up(gu_ptr + o_s * (2 * F) + o_gate, m, F, INTERLEAVED)
     if bias_ptr is not None:
         # Rows of another rank's experts come after all others. Their bias does not matter.
         i_e = tl.minimum(tl.load(ids_ptr + o_s, mask=m_s, other=0), E - 1)
-        p_bias = bias_ptr + i_e * (2 * F)
-        b_bias_gate, b_bias_up = _load_gate_up(p_bias, o_gate, o_up, m, INTERLEAVED)
+        p_bias = bias_ptr + i_e * (2 * F) + o_gate
+        b_bias_gate, b_bias_up = _load_gate_up(p_bias, m, F, INTERLEAVED)
         b_gate += b_bias_gate
         b_up += b_bias_up
     return b_gate, b_up
@@ -88,15 +89,12 @@ def expert_act_kernel(
 ):
     i = tl.program_id(0).to(tl.int64)
     first = i % n_blocks_f * BLOCK_F
-    o_s = i // n_blocks_f * BLOCK_S + tl.arange(0, BLOCK_S)
-    o_s = o_s[:, None]
-    o_f = (first + tl.arange(0, BLOCK_F))[None, :]
+    o_s = i // n_blocks_f * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+    o_f = first + tl.arange(0, BLOCK_F)[None, :]
     m_s = o_s < S
     m = m_s & (o_f < F)
-    o_gate, o_up, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
-    b_gate, b_up = _gate_up(
-        gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED
-    )
+    o_gate, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
+    b_gate, b_up = _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, m_gate, m_s, E, F, INTERLEAVED)
     b_w = _load(w_ptr + o_s, m_s)
     b_act, _, _ = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
     tl.store(a_ptr + o_s * F + o_f, b_act * b_w, mask=m)
@@ -122,17 +120,16 @@ def expert_act_bwd_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    o_s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
-    o_s = o_s[:, None]
+    o_s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
     m_s = o_s < S
     b_w = _load(w_ptr + o_s, m_s)
     b_dw = tl.zeros((BLOCK_S,), dtype=tl.float32)
     for first in range(0, F, BLOCK_F):
-        o_f = (first + tl.arange(0, BLOCK_F))[None, :]
+        o_f = first + tl.arange(0, BLOCK_F)[None, :]
         m = m_s & (o_f < F)
-        o_gate, o_up, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
+        o_gate, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
         b_gate, b_up = _gate_up(
-            gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED
+            gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, m_gate, m_s, E, F, INTERLEAVED
         )
         b_da = _load(da_ptr + o_s * F + o_f, m)
         b_act, b_dgate, b_dup = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
@@ -140,14 +137,14 @@ def expert_act_bwd_kernel(
         b_da *= b_w
         b_dgate *= b_da
         b_dup *= b_da
-        p_row = dgu_ptr + o_s * (2 * F)
+        p_dgu = dgu_ptr + o_s * (2 * F) + o_gate
         if INTERLEAVED:
             b_dgu = tl.join(b_dgate, b_dup).to(dgu_ptr.dtype.element_ty)
             b_dgu = tl.reshape(b_dgu, (BLOCK_S, 2 * BLOCK_F))
-            tl.store(p_row + o_gate, b_dgu, mask=m_gate)
+            tl.store(p_dgu, b_dgu, mask=m_gate)
         else:
-            tl.store(p_row + o_gate, b_dgate, mask=m_gate)
-            tl.store(p_row + o_up, b_dup, mask=m_gate)
+            tl.store(p_dgu, b_dgate, mask=m_gate)
+            tl.store(p_dgu + F, b_dup, mask=m_gate)
         if a_ptr is not None:
             tl.store(a_ptr + o_s * F + o_f, b_act * b_w, mask=m)
     tl.store(dw_ptr + o_s, b_dw[:, None], mask=m_s)
@@ -209,8 +206,8 @@ def expert_product_kernel(
     end = tl.sum(tl.where(b_mine, b_end, 0), 0)
     if start >= end:  # more blocks were started than the rows need
         return
-    o_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)[:, None]
-    o_o = (i_o * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)[None, :]
+    o_s = (start + tl.arange(0, BLOCK_S)[:, None]).to(tl.int64)
+    o_o = (i_o * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
     m_s = o_s < end
     m_o = o_o < O
     p_x = x_ptr + o_s * I
@@ -218,9 +215,9 @@ def expert_product_kernel(
     b_y = tl.zeros((BLOCK_S, BLOCK_O), dtype=tl.float32)
     for first in range(0, I, BLOCK_I):
         o_i = first + tl.arange(0, BLOCK_I)
-        m_i = o_i < I
-        b_x = tl.load(p_x + o_i[None, :], mask=m_s & m_i[None, :], other=0.0)
-        b_w = tl.load(p_w + o_i[:, None] * w_i, mask=m_i[:, None] & m_o, other=0.0)
+        o_i1 = o_i[:, None]
+        b_x = tl.load(p_x + o_i, mask=m_s & (o_i < I), other=0.0)
+        b_w = tl.load(p_w + o_i1 * w_i, mask=(o_i1 < I) & m_o, other=0.0)
         b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
     tl.store(y_ptr + o_s * O + o_o, b_y, mask=m_s & m_o)
 
@@ -244,8 +241,8 @@ def expert_sums_kernel(
     i_e = i // (n_blocks_m * n_blocks_n)
     i_m = i // n_blocks_n % n_blocks_m
     i_n = i % n_blocks_n
-    o_m = (i_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    o_n = (i_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m = o_m < M
     m_n = o_n < N
     start = tl.where(i_e > 0, tl.load(offs_ptr + tl.maximum(i_e - 1, 0)), 0)
@@ -253,11 +250,9 @@ def expert_sums_kernel(
     b_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first in range(start, end, BLOCK_S):
         o_s = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
-        m_s = o_s < end
-        p_a = a_ptr + o_s[None, :] * M + o_m
-        p_b = b_ptr + o_s[:, None] * N + o_n
-        b_a = tl.load(p_a, mask=m_m & m_s[None, :], other=0.0)
-        b_b = tl.load(p_b, mask=m_s[:, None] & m_n, other=0.0)
+        o_s1 = o_s[:, None]
+        b_a = tl.load(a_ptr + o_s * M + o_m, mask=m_m & (o_s < end), other=0.0)
+        b_b = tl.load(b_ptr + o_s1 * N + o_n, mask=(o_s1 < end) & m_n, other=0.0)
         b_sum = tl.dot(b_a, b_b, b_sum, input_precision="ieee")
     p_out = out_ptr + (i_e * M + o_m) * N + o_n
     m = m_m & m_n

@@ -1,5 +1,5 @@
 """Triton kernels of RMSNorm. Rows live in registers. ops/rms_norm.py launches `rms_norm_fwd` and
-`rms_norm_bwd`, by their names (`by_device` in ops/_library.py).
+`rms_norm_bwd`, by their names (`define` in ops/_library.py).
 
 N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements,
 backward 3 ND. Beyond D = 8,192 the backward spills some

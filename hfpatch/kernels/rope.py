@@ -79,8 +79,7 @@ def rope_kernel(
 ):
     i = tl.program_id(0).to(tl.int64)
     i_b = i // n_blocks_t
-    o_t = i % n_blocks_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_t = o_t[:, None, None]
+    o_t = i % n_blocks_t * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
     o_e = tl.arange(0, BLOCK_E)[None, None, :]
     mask = (o_t < T) & (o_e < HALF)
     o_cos = i_b * stride_cb + o_t * (2 * HALF) + o_e

@@ -1,7 +1,6 @@
 """Triton kernels of the gated activation: read once, computed in float32, written once.
 
-ops/swiglu.py launches `swiglu_fwd` and `swiglu_bwd`, by their names (`by_device` in
-ops/_library.py).
+ops/swiglu.py launches `swiglu_fwd` and `swiglu_bwd`, by their names (`define` in ops/_library.py).
 
 N rows, F columns, tiled along both; contiguous tensors are one long row, so no width is a special
 case.

@@ -36,7 +36,7 @@ Both ops take a matrix with a column per row of logits:
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import by_device, define, wide_dtype
+from hfpatch.ops._library import define, wide_dtype
 
 TILE = 1 << 18
 
@@ -153,19 +153,19 @@ cross_entropy_chunk_ = define(
     "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor(b!) outs, int ignore_index, "
     "float inner, float outer, Tensor scale, float smoothing, float z_loss, bool best, bool grad) "
     "-> ()",
-    by_device(cross_entropy_chunk_plain_, "cross_entropy", "cross_entropy_fwd"),
-    lambda *args: None,
+    cross_entropy_chunk_plain_,
+    "cross_entropy.cross_entropy_fwd",
 )
 cross_entropy_chunk_bwd_ = define(
     "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor factors, int ignore_index, "
     "float inner, float outer) -> ()",
-    by_device(cross_entropy_chunk_bwd_plain_, "cross_entropy", "cross_entropy_bwd"),
-    lambda *args: None,
+    cross_entropy_chunk_bwd_plain_,
+    "cross_entropy.cross_entropy_bwd",
 )
 # x *= factor, for a contiguous x. The kernel reads the factor on the device, and does not touch x if
 # the factor is 1.
 scale_ = define(
     "scale_(Tensor(a!) x, Tensor factor) -> ()",
-    by_device(_scale, "scale", "scale_"),
-    lambda *args: None,
+    _scale,
+    "scale.scale_",
 )

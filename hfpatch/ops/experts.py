@@ -14,13 +14,12 @@ offs_E[-1], where grouped matmuls write nothing, and `inverse_NK` has -1 for it.
 
 from collections import namedtuple
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hfpatch.compat import grouped_mm, is_fake
-from hfpatch.ops._library import by_device, define, refuse, wide_dtype
+from hfpatch.ops._library import define, refuse, wide_dtype
 from hfpatch.ops.swiglu import _act, _dgate
 
 CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both clamped
@@ -41,7 +40,7 @@ class Layout:
     interleaved: bool = False
     transposed: bool = False
 
-    @cached_property
+    @property
     def kind(self) -> tuple:
         """The last arguments of EXPERT_ACT."""
         return self.activation, self.alpha, self.limit, self.interleaved
@@ -61,9 +60,9 @@ def _major(x: Tensor) -> int:
     return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
 
 
-def _grouped(a: Tensor, b: Tensor):
-    """torch's grouped matmul, where it is a kernel: for bfloat16 on sm_90 and sm_100. Elsewhere it
-    copies offs to the host in each product and starts one matmul per expert.
+def _grouped(a: Tensor, b: Tensor, offs_E: Tensor) -> Tensor | None:
+    """torch's grouped matmul, where it is a kernel: for bfloat16 on sm_90 and sm_100. None
+    elsewhere: it would copy offs to the host in each product and start one matmul per expert.
 
     On sm_100 it leaves the gradient of an expert without rows unwritten, so it does not run there
     for gradients of weights (https://github.com/pytorch/pytorch/issues/172439).
@@ -75,7 +74,7 @@ def _grouped(a: Tensor, b: Tensor):
         inner, *outer = sorted(x.stride())
         if inner != 1 or any(s * x.element_size() % 16 for s in outer):
             return None
-    return grouped_mm
+    return grouped_mm(a, b, offs=offs_E)
 
 
 def _parts(offs_E: Tensor):
@@ -86,20 +85,17 @@ def _parts(offs_E: Tensor):
 
 def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
     """[S, O]: each row times its expert's matrix."""
-    grouped = _grouped(x_SI, w_EIO)
-    if grouped is not None:
-        return grouped(x_SI, w_EIO, offs=offs_E)
-    return EXPERT_PRODUCT(x_SI, w_EIO, offs_E)
+    y_SO = _grouped(x_SI, w_EIO, offs_E)
+    return EXPERT_PRODUCT(x_SI, w_EIO, offs_E) if y_SO is None else y_SO
 
 
 def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
     """[E, M, N]: a^T b over the rows of each expert, zero for an expert without rows."""
-    grouped = _grouped(a_SM.t(), b_SN)
-    if grouped is not None:
-        return grouped(a_SM.t(), b_SN, offs=offs_E)
-    out = a_SM.new_empty(len(offs_E), a_SM.shape[1], b_SN.shape[1])
-    EXPERT_SUMS(out, a_SM, b_SN, offs_E, True)
-    return out
+    out_EMN = _grouped(a_SM.t(), b_SN, offs_E)
+    if out_EMN is None:
+        out_EMN = a_SM.new_empty(len(offs_E), a_SM.shape[1], b_SN.shape[1])
+        EXPERT_SUMS(out_EMN, a_SM, b_SN, offs_E, True)
+    return out_EMN
 
 
 def _expert_product(x_SI, w_EIO, offs_E):
@@ -118,7 +114,8 @@ def _product_fake(x, w, offs):
 # Each row of x [S, I] times its expert's matrix of w [E, I, O]. Rows behind offs[-1] stay unset.
 EXPERT_PRODUCT = define(
     "expert_product(Tensor x, Tensor w, Tensor offs) -> Tensor",
-    by_device(_expert_product, "experts", "expert_product", _product_fake),
+    _expert_product,
+    "experts.expert_product",
     _product_fake,
 )
 
@@ -135,8 +132,8 @@ def _expert_sums(out, a_SM, b_SN, offs_E, first):
 # `first` overwrites it instead.
 EXPERT_SUMS = define(
     "expert_sums(Tensor(a!) out, Tensor a, Tensor b, Tensor offs, bool first) -> ()",
-    by_device(_expert_sums, "experts", "expert_sums"),
-    lambda out, a, b, offs, first: None,
+    _expert_sums,
+    "experts.expert_sums",
 )
 
 
@@ -170,7 +167,8 @@ def _act_fake(gu, w, *_):
 EXPERT_ACT = define(
     "expert_act(Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, float alpha, "
     "float limit, bool interleaved) -> Tensor",
-    by_device(_expert_act, "experts", "expert_act", _act_fake),
+    _expert_act,
+    "experts.expert_act",
     _act_fake,
 )
 
@@ -208,7 +206,8 @@ def _act_bwd_fake(da, gu, *rest):
 EXPERT_ACT_BACK = define(
     "expert_act_bwd(Tensor da, Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, "
     "float alpha, float limit, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
-    by_device(_expert_act_bwd, "experts", "expert_act_bwd", _act_bwd_fake),
+    _expert_act_bwd,
+    "experts.expert_act_bwd",
     _act_bwd_fake,
 )
 
@@ -227,7 +226,8 @@ def _combine_fake(z, inverse):
 # The sum [N, D] of each token's rows of z [S, D], in float32 and rounded once.
 EXPERT_COMBINE = define(
     "expert_combine(Tensor z, Tensor inverse) -> Tensor",
-    by_device(_expert_combine, "experts", "expert_combine", _combine_fake),
+    _expert_combine,
+    "experts.expert_combine",
     _combine_fake,
 )
 
@@ -282,7 +282,8 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, w, ids, w1, w2, b1, b2, a1, z1, a2, z2, layout, adds, value):
         ids_S, perm, inverse, offs = _sorted(ids, w1.shape[0])
         # In 32 bits: a kernel would load one 16-bit weight at a time.
-        token, w_S = perm // ids.shape[1], w.flatten()[perm].to(wide_dtype(w.dtype))
+        w_S = w.flatten()[perm].to(wide_dtype(w.dtype))
+        token = perm // ids.shape[1]
         one, two = layout.views(w1, w2)
         xs = x[token]
         gu, low = _up(xs, one, a1, z1, offs)
