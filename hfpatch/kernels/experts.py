@@ -14,22 +14,6 @@ from hfpatch.kernels.swiglu import _act_and_slope, _sigmoids
 
 
 @triton.jit
-def _columns(first, m_s, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
-    """The columns of gate of BLOCK_F pairs in a row of 2F, and the mask of those that exist. up's
-    are F columns further.
-
-    Interleaved, it is one range of 2 BLOCK_F columns, so that a thread loads 16 bytes at a time;
-    each of two ranges of every second column would take 2 bytes at a time.
-    """
-    if INTERLEAVED:
-        o_gate = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]
-        return o_gate, m_s & (o_gate < 2 * F)
-    else:
-        o_gate = first + tl.arange(0, BLOCK_F)[None, :]
-        return o_gate, m_s & (o_gate < F)
-
-
-@triton.jit
 def _load_gate_up(p_gate, m, F, INTERLEAVED: tl.constexpr):
     b_gate = _load(p_gate, m)
     if INTERLEAVED:
@@ -40,8 +24,19 @@ def _load_gate_up(p_gate, m, F, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, m, m_s, E, F, INTERLEAVED: tl.constexpr):
-    """gate and up of a block in float32, with the bias of each row's expert."""
+def _gate_up(
+    gu_ptr, bias_ptr, ids_ptr, o_s, m_s, first, E, F, INTERLEAVED: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """gate and up of BLOCK_F pairs of rows of 2F in float32, with the bias of each row's expert; the
+    columns of gate (up's are F further) and their mask.
+
+    Interleaved, the columns are one range of 2 BLOCK_F, so that a thread loads 16 bytes at a time;
+    each of two ranges of every second column would take 2 bytes at a time.
+    """
+    EACH: tl.constexpr = 1 + INTERLEAVED
+    o_gate = EACH * first + tl.arange(0, EACH * BLOCK_F)[None, :]
+    m = m_s & (o_gate < EACH * F)
     b_gate, b_up = _load_gate_up(gu_ptr + o_s * (2 * F) + o_gate, m, F, INTERLEAVED)
     if bias_ptr is not None:
         # Rows of another rank's experts come after all others. Their bias does not matter.
@@ -50,7 +45,7 @@ def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, m, m_s, E, F, INTERLEAVED: 
         b_bias_gate, b_bias_up = _load_gate_up(p_bias, m, F, INTERLEAVED)
         b_gate += b_bias_gate
         b_up += b_bias_up
-    return b_gate, b_up
+    return b_gate, b_up, o_gate, m
 
 
 @triton.jit
@@ -93,8 +88,9 @@ def expert_act_kernel(
     o_f = first + tl.arange(0, BLOCK_F)[None, :]
     m_s = o_s < S
     m = m_s & (o_f < F)
-    o_gate, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
-    b_gate, b_up = _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, m_gate, m_s, E, F, INTERLEAVED)
+    b_gate, b_up, _, _ = _gate_up(
+        gu_ptr, bias_ptr, ids_ptr, o_s, m_s, first, E, F, INTERLEAVED, BLOCK_F
+    )
     b_w = _load(w_ptr + o_s, m_s)
     b_act, _, _ = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
     tl.store(a_ptr + o_s * F + o_f, b_act * b_w, mask=m)
@@ -127,9 +123,8 @@ def expert_act_bwd_kernel(
     for first in range(0, F, BLOCK_F):
         o_f = first + tl.arange(0, BLOCK_F)[None, :]
         m = m_s & (o_f < F)
-        o_gate, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
-        b_gate, b_up = _gate_up(
-            gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, m_gate, m_s, E, F, INTERLEAVED
+        b_gate, b_up, o_gate, m_gate = _gate_up(
+            gu_ptr, bias_ptr, ids_ptr, o_s, m_s, first, E, F, INTERLEAVED, BLOCK_F
         )
         b_da = _load(da_ptr + o_s * F + o_f, m)
         b_act, b_dgate, b_dup = _acted(b_gate, b_up, alpha, limit, ACTIVATION)

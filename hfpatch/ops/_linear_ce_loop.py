@@ -27,11 +27,11 @@ from torch import Tensor
 from hfpatch.budget.cuts import LOSS_BYTES_PER_TOKEN, chunk_bounds
 from hfpatch.compat import assert_async, autocast_dtype, is_fake
 from hfpatch.ops._library import refuse, wide_dtype
-from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_
 from hfpatch.ops._linear_ce_weight import WeightGrad
 from hfpatch.ops._wide_sums import on_cuda, sums_in_matmul
 
-Head = tuple[Tensor, Tensor, Tensor | None]  # hidden_ND, weight_VD, bias_V
+Head = Sequence[Tensor | None]  # hidden_ND, weight_VD, bias_V
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # dX, dW, dbias
 Kept = tuple[Tensor | None, int]  # see kept_tokens
 # More workspace bytes per token for entropy and related values: three numbers, twice, and the
@@ -232,24 +232,6 @@ def forward_pass(
         return outs_KM, kept, grads
     outs_KN = scale.new_zeros(K, len(labels_N))
     return outs_KN.index_copy_(1, order_M, outs_KM), kept, grads
-
-
-def backward_pass(
-    head: Head,
-    labels_N: Tensor,
-    factors_KN: Tensor,
-    kept: Kept,
-    opts: Options,
-    needs: Sequence[bool],
-) -> Grads:
-    """(dX, dW, dbias) from logits computed a second time.
-
-    factors_KN: see the top of _linear_ce_chunk.py.
-    """
-    order_M, _ = kept
-    if order_M is not None:
-        factors_KN = factors_KN.index_select(1, order_M)
-    return sweep(head, labels_N, factors_KN, kept, opts, needs, cross_entropy_chunk_bwd_)
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import no_second_derivative, refuse, wide_dtype
-from hfpatch.ops._linear_ce_chunk import scale_, whole_lse
-from hfpatch.ops._linear_ce_loop import backward_pass, forward_pass, prepare, shift_labels
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_, scale_, whole_lse
+from hfpatch.ops._linear_ce_loop import forward_pass, prepare, shift_labels, sweep
 
 
 class LinearLogProbOutput(NamedTuple):
@@ -88,9 +88,9 @@ def linear_log_prob_ref(
 def _factors(
     dlog_prob_N: Tensor | None, douts_KN: Tensor | None, outs_KN: Tensor, V: int
 ) -> Tensor:
-    """The factors that backward_pass takes; see the table at the top of _linear_ce_chunk.py.
+    """The factors_KN of the gradient; see the table at the top of _linear_ce_chunk.py.
 
-    backward_pass multiplies them by p / c, where c = 1 / L is the largest p, so P and H contain c,
+    The op multiplies them by p / c, where c = 1 / L is the largest p, so P and H contain c,
     and Q contains c^2. An upstream gradient is None if nobody used the output. That of lse is the
     one of log L.
     """
@@ -131,11 +131,13 @@ class _LinearLogProb(torch.autograd.Function):
         if torch.is_grad_enabled():
             no_second_derivative("linear_log_prob", "linear_cross_entropy")(ctx)
         *head, labels_N, order_M, outs_KN = ctx.saved_tensors
-        factors_KN = _factors(dlog_prob_N, douts_KN, outs_KN, len(head[1]))
-        kept = order_M, ctx.count
+        factors_KM = _factors(dlog_prob_N, douts_KN, outs_KN, len(head[1]))
+        if order_M is not None:
+            factors_KM = factors_KM.index_select(1, order_M)
+        tokens = labels_N, factors_KM, (order_M, ctx.count)
         needs = ctx.needs_input_grad[:3]
         with autocast(labels_N.device.type):
-            grads = backward_pass(tuple(head), labels_N, factors_KN, kept, ctx.opts, needs)
+            grads = sweep(head, *tokens, ctx.opts, needs, cross_entropy_chunk_bwd_)
         return *grads, None, None, None, None
 
 
@@ -187,11 +189,6 @@ def linear_log_prob(
         shift=True)
     """
     # 1. The arguments.
-    names = LinearLogProbOutput._fields
-    outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    unknown = not outputs or set(outputs) - set(names)
-    message = "outputs must be among {}, got {}. Name at least one of them"
-    refuse("linear_log_prob", (unknown, message, ", ".join(names), outputs))
     hidden_ND, labels_N, opts = prepare(
         "linear_log_prob", hidden, weight, labels, bias, ignore_index=ignore_index, shift=shift,
         softcap=softcap, num_valid=num_valid, workspace_bytes=workspace_bytes, scale=scale,
