@@ -1,7 +1,5 @@
 """Helpers of kernels and of their launchers."""
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
@@ -33,9 +31,8 @@ def launch(
         num_stages: of the kernel's software pipelines.
     """
     num_warps = warps_for(num_warps, 64 if torch.version.hip else 32)
-    device = next(a.device for a in args if isinstance(a, torch.Tensor))
     # Triton starts a kernel on the current device, which need not be the tensors'.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with torch.cuda.device_of(args[0]):
         # enable_fp_fusion is explicit, because its default changes in Triton 3.10 and Triton 3.9
         # warns about that.
         kernel[grid](

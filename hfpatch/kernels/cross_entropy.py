@@ -292,26 +292,29 @@ def cross_entropy_fwd(
     block, num_warps, stages = forward_config(
         V * itemsize, itemsize, grad=grad, plain=K <= 4, bare=not inner and not smoothing
     )
-    numbers = ignore_index, inner, outer, smoothing, z_loss
-    launch(
-        cross_entropy_fwd_kernel,
-        (N,),
-        (logits, labels, scale, outs, logits.stride(0), V, outs.stride(0), *numbers),
-        dict(K=K, BEST=best, GRAD=grad, SOFTCAP=inner != 0.0, SMOOTHING=smoothing != 0.0)
-        | dict(BLOCK=block, STAGES=stages),
-        num_warps=num_warps,
-    )
+    args = logits, labels, scale, outs, logits.stride(0), V, outs.stride(0)
+    args += ignore_index, inner, outer, smoothing, z_loss
+    constexprs = dict(
+        K=K, BEST=best, GRAD=grad, SOFTCAP=inner != 0.0, SMOOTHING=smoothing != 0.0,
+        BLOCK=block, STAGES=stages,
+    )  # fmt: skip
+    launch(cross_entropy_fwd_kernel, (N,), args, constexprs, num_warps=num_warps)
 
 
 def cross_entropy_bwd(logits, labels, factors, ignore_index, inner, outer) -> None:
     """Launches the backward. Arguments as `hfpatch::cross_entropy_chunk_bwd_`."""
     N, V = logits.shape
     block, num_warps = block_and_warps(V)
-    launch(
-        cross_entropy_bwd_kernel,
-        (N,),
-        (logits, labels, factors, logits.stride(0), V, factors.stride(0))
-        + (ignore_index, inner, outer),
-        dict(K=len(factors), SOFTCAP=inner != 0.0, BLOCK=block),
-        num_warps=num_warps,
+    args = (
+        logits,
+        labels,
+        factors,
+        logits.stride(0),
+        V,
+        factors.stride(0),
+        ignore_index,
+        inner,
+        outer,
     )
+    constexprs = dict(K=len(factors), SOFTCAP=inner != 0.0, BLOCK=block)
+    launch(cross_entropy_bwd_kernel, (N,), args, constexprs, num_warps=num_warps)

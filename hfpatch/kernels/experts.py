@@ -262,8 +262,9 @@ def _act_options(gu, bias, activation: str, interleaved: bool) -> tuple:
     """(bias, number of experts, constexprs) of the activation of gu [S, 2F] and of its backward."""
     block_f = min(512, triton.next_power_of_2(gu.shape[1] // 2))
     block_s = max(1, min(1024 // block_f, triton.next_power_of_2(len(gu))))
-    constexprs = dict(ACTIVATION=activation, INTERLEAVED=interleaved)
-    constexprs |= dict(BLOCK_S=block_s, BLOCK_F=block_f)
+    constexprs = dict(
+        ACTIVATION=activation, INTERLEAVED=interleaved, BLOCK_S=block_s, BLOCK_F=block_f
+    )
     if bias is None:
         return None, 1, constexprs
     return bias.contiguous(), len(bias), constexprs
@@ -287,8 +288,7 @@ def expert_act_bwd(
     S, F = da.shape
     bias, E, constexprs = _act_options(gu, bias, activation, interleaved)
     n_blocks_s = triton.cdiv(S, constexprs["BLOCK_S"])
-    a = a if need_a else None
-    args = da.contiguous(), gu, w, bias, ids, dgu, a, dw, S, E, F, alpha, limit
+    args = da.contiguous(), gu, w, bias, ids, dgu, a if need_a else None, dw, S, E, F, alpha, limit
     launch(expert_act_bwd_kernel, (n_blocks_s,), args, constexprs, num_warps=4)
 
 

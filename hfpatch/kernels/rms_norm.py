@@ -128,13 +128,9 @@ def rms_norm_fwd(outs, x, weight, eps, offset, cast) -> None:
     N, D = x_ND.shape
     weight = None if weight is None else weight.contiguous()
     block_n, block_d, num_warps = _block(D)
-    launch(
-        rms_norm_fwd_kernel,
-        (triton.cdiv(N, block_n),),
-        (x_ND, weight, y, rstd, N, D, x_ND.stride(0), eps),
-        dict(OFFSET=offset, ROUND_X_HAT=cast == "before", BLOCK_N=block_n, BLOCK_D=block_d),
-        num_warps=num_warps,
-    )
+    args = x_ND, weight, y, rstd, N, D, x_ND.stride(0), eps
+    constexprs = dict(OFFSET=offset, ROUND_X_HAT=cast == "before", BLOCK_N=block_n, BLOCK_D=block_d)
+    launch(rms_norm_fwd_kernel, (triton.cdiv(N, block_n),), args, constexprs, num_warps=num_warps)
 
 
 def rms_norm_bwd(outs, dy, x, weight, rstd, offset, need_dw) -> None:
@@ -151,13 +147,11 @@ def rms_norm_bwd(outs, dy, x, weight, rstd, offset, need_dw) -> None:
     dw_PD = x.new_empty(programs, D, dtype=torch.float32) if need_dw else None
     stages = _stages(block_n * block_d * (x.element_size() + dy.element_size()))
     weight = None if weight is None else weight.contiguous()
-    launch(
-        rms_norm_bwd_kernel,
-        (programs,),
-        (dy_ND, x_ND, weight, rstd.contiguous(), dx, dw_PD, N, D)
-        + (dy_ND.stride(0), x_ND.stride(0), rows_each),
-        dict(OFFSET=offset, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages),
-        num_warps=num_warps,
-    )
+    args = (
+        dy_ND, x_ND, weight, rstd.contiguous(), dx, dw_PD, N, D,
+        dy_ND.stride(0), x_ND.stride(0), rows_each,
+    )  # fmt: skip
+    constexprs = dict(OFFSET=offset, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages)
+    launch(rms_norm_bwd_kernel, (programs,), args, constexprs, num_warps=num_warps)
     if need_dw:
         dw.copy_(dw_PD.sum(0))

@@ -129,10 +129,6 @@ def rope(outs, q, k, cos, sin, transpose, dtype) -> None:
     n_blocks_t = triton.cdiv(T, blocks["BLOCK_T"])
     strides = [s for x in (q, k, *outs) for s in x.stride()[:3]]
     strides.append(T * E if cos.shape[0] > 1 else 0)
-    launch(
-        rope_kernel,
-        (B * n_blocks_t,),
-        (q, k, *outs, cos.contiguous(), sin.contiguous(), T, n_blocks_t, *strides, H, k.shape[1]),
-        dict(HALF=E // 2, TRANSPOSE=transpose, **blocks),
-        num_warps=4,
-    )
+    args = q, k, *outs, cos.contiguous(), sin.contiguous(), T, n_blocks_t, *strides, H, k.shape[1]
+    constexprs = dict(HALF=E // 2, TRANSPOSE=transpose, **blocks)
+    launch(rope_kernel, (B * n_blocks_t,), args, constexprs, num_warps=4)

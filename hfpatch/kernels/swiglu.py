@@ -112,13 +112,9 @@ def _launch_tiles(kernel, outs, tensors, activation: str) -> None:
     block_n = max(1, min(1024 // block_f, triton.next_power_of_2(N)))
     n_blocks_f = triton.cdiv(F, block_f)
     strides = [x.stride(0) for x in rows]
-    launch(
-        kernel,
-        (triton.cdiv(N, block_n) * n_blocks_f,),
-        (*rows, *outs, N, F, n_blocks_f, *strides),
-        dict(ACTIVATION=activation, BLOCK_N=block_n, BLOCK_F=block_f),
-        num_warps=4,
-    )
+    args = *rows, *outs, N, F, n_blocks_f, *strides
+    constexprs = dict(ACTIVATION=activation, BLOCK_N=block_n, BLOCK_F=block_f)
+    launch(kernel, (triton.cdiv(N, block_n) * n_blocks_f,), args, constexprs, num_warps=4)
 
 
 def swiglu_fwd(y, gate, up, activation) -> None:

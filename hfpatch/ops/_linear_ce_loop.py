@@ -31,7 +31,7 @@ from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_
 from hfpatch.ops._linear_ce_weight import WeightGrad
 from hfpatch.ops._wide_sums import on_cuda, sums_in_matmul
 
-Head = Sequence[Tensor | None]  # hidden_ND, weight_VD, bias_V
+Head = Sequence  # hidden_ND, weight_VD, bias_V
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # dX, dW, dbias
 Kept = tuple[Tensor | None, int]  # see kept_tokens
 # More workspace bytes per token for entropy and related values: three numbers, twice, and the

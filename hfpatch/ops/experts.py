@@ -48,7 +48,9 @@ class Layout:
 
     def views(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         """The weights as [E, out, in]."""
-        return (w1.transpose(1, 2), w2.transpose(1, 2)) if self.transposed else (w1, w2)
+        if self.transposed:
+            return w1.transpose(1, 2), w2.transpose(1, 2)
+        return w1, w2
 
 
 # --- products by expert ---------------------------------------------------------------------------
@@ -121,7 +123,9 @@ EXPERT_PRODUCT = define(
 
 def _expert_sums(out, a_SM, b_SN, offs_E, first):
     for e, a, b in _parts(offs_E):
-        into(out[e], a_SM[a:b].t().to(out.dtype), b_SN[a:b].to(out.dtype), first)
+        a_MR = a_SM[a:b].t().to(out.dtype)
+        b_RN = b_SN[a:b].to(out.dtype)
+        into(out[e], a_MR, b_RN, first)
 
 
 # Adds a^T b over each expert's rows to out [E, M, N], which is float32 if there are several calls;
@@ -141,19 +145,24 @@ def _gate_up(gu, bias, ids, interleaved):
     gu = gu.to(wide_dtype(gu.dtype))
     if bias is not None:
         gu = gu + bias.to(gu.dtype)[ids.clamp(max=bias.shape[0] - 1)]
-    return (gu[:, ::2], gu[:, 1::2]) if interleaved else gu.chunk(2, dim=-1)
+    if interleaved:
+        return gu[:, ::2], gu[:, 1::2]
+    return gu.chunk(2, dim=-1)
 
 
 def _acted(gate, up, activation, alpha, limit):
     if activation != CLAMPED:
         return _act(gate, activation) * up
     gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+    up = up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
     gate, up = _gate_up(gu, bias, ids, interleaved)
-    return (_acted(gate, up, activation, alpha, limit) * w.to(gate.dtype)[:, None]).to(gu.dtype)
+    act = _acted(gate, up, activation, alpha, limit)
+    w_S1 = w.to(gate.dtype)[:, None]
+    return (act * w_S1).to(gu.dtype)
 
 
 def _act_fake(gu, w, *_):
@@ -246,7 +255,8 @@ def _routed(ids_NK: Tensor, w_NK: Tensor, b2_ED: Tensor) -> Tensor:
     E = b2_ED.shape[0]
     columns = (E // 8 + 1) * 8  # one more than E for other ranks' experts; rows of whole 16 bytes
     found = b2_ED.new_zeros(len(ids_NK), columns)
-    return found.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))[:, :E]
+    found.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))
+    return found[:, :E]
 
 
 def _up(x, w_EOI, A, B, offs):
@@ -386,9 +396,14 @@ def experts_ref(x_ND, ids_NK, w_NK, w1, w2, *, layout, b1=None, b2=None) -> Tens
     one, two = layout.views(w1, w2)
     for e in range(len(w1)):
         token, k = torch.where(ids_NK == e)
-        gu = x_ND[token] @ one[e].t() + (0 if b1 is None else b1[e])
+        gu = x_ND[token] @ one[e].t()
+        if b1 is not None:
+            gu = gu + b1[e]
         gate, up = _gate_up(gu, None, None, layout.interleaved)
         a = _acted(gate, up, layout.activation, layout.alpha, layout.limit).to(gu.dtype)
-        out = a @ two[e].t() + (0 if b2 is None else b2[e])
-        y = y.index_add(0, token, (out * w_NK[token, k, None]).to(y.dtype))
+        out = a @ two[e].t()
+        if b2 is not None:
+            out = out + b2[e]
+        out = out * w_NK[token, k, None]
+        y = y.index_add(0, token, out.to(y.dtype))
     return y

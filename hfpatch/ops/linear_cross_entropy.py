@@ -207,7 +207,7 @@ def linear_log_prob(
     return LinearLogProbOutput(**{n: values[n].view(labels.shape) for n in outputs})
 
 
-def _losses(out: LinearLogProbOutput, smoothing: float, z_loss: float) -> Tensor:
+def _losses(out, smoothing: float, z_loss: float) -> Tensor:
     """The loss of each token."""
     loss = z_loss * out.lse.square() - (1.0 - smoothing) * out.log_prob
     if smoothing:
@@ -353,7 +353,7 @@ def linear_cross_entropy(
         (not 0.0 <= label_smoothing <= 1.0,
          "label_smoothing must be from 0 to 1, got {}. 0 turns it off", label_smoothing),
     )  # fmt: skip
-    options = {
+    options: dict = {
         "softcap": softcap, "ignore_index": ignore_index, "num_valid": num_valid, "shift": shift,
         "workspace_bytes": workspace_bytes,
     }  # fmt: skip
@@ -361,7 +361,7 @@ def linear_cross_entropy(
         "linear_cross_entropy", hidden, weight, labels, bias, **options
     )
     # 2. The divisor, a scalar on the device.
-    place = {"dtype": wide_dtype(opts.dtype), "device": hidden.device}
+    place: dict = {"dtype": wide_dtype(opts.dtype), "device": hidden.device}
     if isinstance(num_items, Tensor):
         total_by = num_items.detach().to(**place, non_blocking=True).reshape(())
     elif num_items is None and reduction == "mean":

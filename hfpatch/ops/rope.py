@@ -26,7 +26,9 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     for x in (q, k):
         y1, y2 = (x.to(wide) * cos_B1TE).chunk(2, -1)
         x1, x2 = x.to(wide).chunk(2, -1)
-        y = torch.cat((torch.addcmul(y1, x2, sin1, value=-1), torch.addcmul(y2, x1, sin2)), -1)
+        y1 = torch.addcmul(y1, x2, sin1, value=-1)
+        y2 = torch.addcmul(y2, x1, sin2)
+        y = torch.cat((y1, y2), -1)
         outs.append(y.to(torch.promote_types(x.dtype, cos.dtype)))
     return tuple(outs)
 
