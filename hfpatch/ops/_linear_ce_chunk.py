@@ -118,8 +118,8 @@ def cross_entropy_chunk_bwd_plain_(
     """`hfpatch::cross_entropy_chunk_bwd_` in plain torch."""
     for rows, u_RV, ignored_R, labels_R1 in _tiles(logits_CV, labels_C, ignore_index, inner):
         logits_RV = logits_CV[rows]
-        top_R, *factors_R = factors_KC[:, rows]
-        p_R1, y_R1, *others = (factor_R.unsqueeze(1) for factor_R in factors_R)
+        top_R = factors_KC[0, rows]
+        p_R1, y_R1, *others = factors_KC[1:, rows].unsqueeze(-1)
         if inner:  # 1 - tanh^2 without the cancellation where tanh is near 1
             slope_RV = logits_RV.to(u_RV.dtype).mul(inner)
             slope_RV.cosh_().square_().reciprocal_().mul_(inner)

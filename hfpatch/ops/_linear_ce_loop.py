@@ -152,7 +152,8 @@ def sweep(
     # [Step 2] The operands in the logits' dtype, the logits' buffer, the gradients.
     weight_work_VD = weight_VD.to(dtype)
     bias_work_V = None if bias_V is None else bias_V.to(dtype)
-    longest = max((end - start for start, end in bounds), default=0)
+    # Only the last chunk differs in length.
+    longest = max(bounds[0][1], count - bounds[-1][0]) if bounds else 0
     buffer_CV = hidden_ND.new_empty(longest, width, dtype=dtype)[:, :vocab_size]
     dx_ND = dw = db_V = None
     if need_dx:  # the loop writes every row that is kept
@@ -275,10 +276,11 @@ def prepare(
     """
     wanted = tuple(hidden.shape[:-1])
     found = tuple(labels.shape)
-    parts = [hidden, weight] if bias is None else [hidden, weight, bias]
-    dtypes = [x.dtype for x in parts]
+    dtypes = [hidden.dtype, weight.dtype]
+    if bias is not None:
+        dtypes.append(bias.dtype)
     cast = None if torch.float64 in dtypes[:2] else autocast_dtype(hidden.device.type)
-    fits = all(dtype.is_floating_point for dtype in dtypes)
+    fits = hidden.is_floating_point() and weight.is_floating_point()
     if cast is None and len(set(dtypes)) > 1:
         fits = False
     refuse(

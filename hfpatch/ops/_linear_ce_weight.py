@@ -37,11 +37,12 @@ class WeightGrad:
         elif weight_VD.dtype != sum_dtype:
             first = min(vocab_size, -(-vocab_size // 16) * 8)
             sizes = [first, vocab_size - first]
+        self.sizes = sizes
         self.slabs = [weight_VD.new_empty(n, hidden_size, dtype=sum_dtype) for n in sizes]
 
     def add(self, d_logits_CV: Tensor, hidden_CD: Tensor) -> None:
         """Adds one chunk's part."""
-        slices = d_logits_CV.split([len(slab) for slab in self.slabs], dim=1)
+        slices = d_logits_CV.split(self.sizes, dim=1)
         for out_RD, d_logits_CR in zip(self.slabs, slices):
             if not out_RD.numel():
                 continue
