@@ -60,18 +60,12 @@ def chunk_bounds(rows: int, row_bytes: int, room: int) -> tuple[tuple[int, int],
             f"hfpatch: workspace_bytes must leave {row_bytes:,} bytes for the logits of one token, "
             f"and leaves {max(0, room):,}. Raise it."
         )
-    size, count = _chunks(rows, most)
-    starts = range(0, count * size, size)
-    return tuple(zip(starts, [*starts[1:], rows]))
-
-
-def _chunks(rows: int, most: int) -> tuple[int, int]:
-    """(rows of all chunks but the last, number of chunks), `most` rows being the longest chunk."""
     size = most // ALIGNED * ALIGNED or most
     count = max(1, -(-(rows - (most - size)) // size)) if rows else 0
     if count > 1 and size > ALIGNED:
         size = min(size, -(-rows // (count * ALIGNED)) * ALIGNED)
-    return size, count
+    starts = range(0, count * size, size)
+    return tuple(zip(starts, [*starts[1:], rows]))
 
 
 def attended(tokens: int, window: int) -> float:

@@ -29,12 +29,6 @@ def first_tile(rows: int, width: int, card: int | None, token: int = TILE_BYTES)
     return tile
 
 
-def least_tile(rows: int) -> int:
-    """Tokens of a tile that takes little beside the layer's own tensors of all tokens, 1% of a step
-    at most; larger ones start fewer kernels."""
-    return max(tile for tile in TILES if tile <= max(TILES[0], rows // 32))
-
-
 def first_policy(
     settings: Checkpointing,
     *,
@@ -71,17 +65,19 @@ def first_policy(
     # [Step 2] What the host cannot hold.
     if place == "host" and host is not None and not chains:
         room = HOST_SHARE * host
-        needed = one * _kept(layers, every, keep)
-        if needed > room and settings.keep == "auto":
-            keep = KEEPS["input"]
+        most = every
+        if settings.every == "auto" and not whole:
             # a segment's inputs are on the device in its backward: no more than there are segments
-            most = every
-            if settings.every == "auto" and not whole:
-                most = round(math.sqrt(layers))
-            while one * _kept(layers, every, keep) > room and every < most:
-                every += 1
-            needed = one * _kept(layers, every, keep)
-        if needed > room:
+            most = round(math.sqrt(layers))
+        ways = [(every, keep)]
+        if settings.keep == "auto":
+            ways += [(n, KEEPS["input"]) for n in range(every, most + 1)]
+        for every, keep in ways:
+            # inputs, attention's outputs, and the gradient of one layer's input
+            needed = one * (-(-layers // every) * (2 if keep >= 0 else 1) + 1)
+            if needed <= room:
+                break
+        else:
             raise ValueError(
                 f"hfpatch: checkpoints need {needed / GiB:.1f} GiB of host memory, and "
                 f'{room / GiB:.1f} GiB are free to a rank. Leave every and keep "auto", pass a '
@@ -94,7 +90,10 @@ def first_policy(
     # [Step 4] The tile.
     tile = settings.tile
     if tile == "auto" and settings.aim == "least":
-        tile = LEAST_MIXER_TILE if chains else least_tile(rows)
+        # It takes 1% of a step, beside the layer's own tensors of all tokens; larger ones start
+        # fewer kernels.
+        tile = max(tile for tile in TILES if tile <= max(TILES[0], rows // 32))
+        tile = LEAST_MIXER_TILE if chains else tile
     elif tile == "auto":
         tile = first_tile(rows, width, card, MIXER_BYTES if chains else TILE_BYTES)
     return Checkpointing(
@@ -106,14 +105,6 @@ def first_policy(
         plain=0 if settings.plain == "auto" else settings.plain,
         aim=aim,
     )
-
-
-def _kept(layers: int, every: int, keep: int) -> int:
-    """How many [tokens, width] tensors wait on the host: inputs, attention's outputs if they are
-    kept, and the gradient of one layer's input.
-    """
-    inputs = -(-layers // every)
-    return inputs * (2 if keep >= 0 else 1) + 1
 
 
 def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> int:

@@ -29,7 +29,7 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def read_number(path: Path) -> int | None:
+def _number(path: Path) -> int | None:
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
 
@@ -39,9 +39,9 @@ def meminfo(root: Path) -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:2]}
 
 
-def cgroup_paths(root: Path) -> list[tuple]:
-    """(folder, limit file, usage file, field of memory.stat) for the cgroup of this process and all
-    its parents."""
+def cgroups(root: Path) -> list[tuple[int, int]]:
+    """(limit, bytes in use without page cache) of the cgroup of this process and of its parents, of
+    those that have a limit."""
     paths = {V1: "/", V2: "/"}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -53,10 +53,13 @@ def cgroup_paths(root: Path) -> list[tuple]:
     for (base, limit, usage, cache), path in paths.items():
         # Any parent may set a limit. A container sees its own root, not the host's path.
         parts = [p for p in path.split("/") if p and p != ".."]
-        for depth in range(len(parts), -1, -1):
+        for depth in range(len(parts) + 1):
             folder = root / base / "/".join(parts[:depth])
-            if (folder / limit).exists():
-                found.append((folder, limit, usage, cache))
+            most = _number(folder / limit)
+            used = _number(folder / usage)
+            if most is not None and used is not None:
+                fields = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
+                found.append((most, used - int(fields.get(cache, 0))))
     return found
 
 
@@ -90,15 +93,9 @@ def host_free(root: str = "/") -> int | None:
     if given is not None:
         return max(0, given - _held * environment_number("LOCAL_WORLD_SIZE", 1, 1))
     root = Path(root)
-    left = []
-    for folder, limit, usage, cache in cgroup_paths(root):
-        most = read_number(folder / limit)
-        used = read_number(folder / usage)
-        if most is not None and used is not None:
-            fields = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
-            left.append(max(0, most - used + int(fields.get(cache, 0))))
+    left = [max(0, limit - used) for limit, used in cgroups(root)]
     info = meminfo(root)
-    available = info.get("MemAvailable", info.get("MemFree"))
+    available = info.get("MemAvailable")
     if available is not None:
         left.append(available)
     return min(left, default=None)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from hfpatch.budget.policy import RING_SLOTS, TILES, Checkpointing
 
 # Part of the card that stays free until a step with layers that keep all was measured, and after it.
-UNSURE, SURE = 0.10, 0.04
+UNSURE = 0.10
+SURE = 0.04
 # A layer of a kind that never kept all keeps at most this many times the graphs of its tiles.
 UNTRIED = 1.3
 # Part of the free host memory for checkpoints; the process, the data loader and page tables need
@@ -48,7 +49,8 @@ class Line:
     def _around(self, tokens: int):
         at = bisect_left(self.points, [tokens, float("-inf")])
         below = self.points[at - 1] if at else None
-        return below, self.points[at] if at < len(self.points) else None
+        above = self.points[at] if at < len(self.points) else None
+        return below, above
 
     def most(self, tokens: int) -> float:
         """An upper bound: of two neighbours by a straight line, beyond the last by its ratio."""
@@ -142,8 +144,9 @@ class Abilities:
 
 def tile_bytes(call: Call, kinds: dict, tile: int, gate_up: int) -> float:
     """Bytes that a tile takes in a layer's backward. gate_up: bytes per token, 0 if not kept."""
-    own = [kinds[k] for k in {*call.kinds} - {None} if k in kinds]
-    return tile * (max((k.graph + k.walk for k in own), default=0) + RING_SLOTS * gate_up)
+    own = (kinds[name] for name in call.kinds if name in kinds)
+    most = max((kind.graph + kind.walk for kind in own), default=0)
+    return tile * (most + RING_SLOTS * gate_up)
 
 
 @dataclass
@@ -197,27 +200,36 @@ def climb(
     """
     if settings.aim == "least":  # its tiles stay as they are
         settings = replace(settings, tile=first.tile, plain=0, keep=first.keep)
-    policy, rest = first, call.gradients + call.tiled.most(rows)
-    takes = lambda tile, gate_up: rest + tile_bytes(call, kinds, min(tile, rows), gate_up)  # noqa: E731
+    rest = call.gradients + call.tiled.most(rows)
+
+    def peak(tile: int, gate_up: int) -> float:
+        """The most bytes in the backward of tiled layers."""
+        return rest + tile_bytes(call, kinds, min(tile, rows), gate_up)
+
+    # [Rung 1] The tile.
+    policy = first
     while settings.tile == "auto" and policy.tile < min(rows, tile_most):
-        if takes(2 * policy.tile, 0) > room:
+        if peak(2 * policy.tile, 0) > room:
             break
         policy = replace(policy, tile=2 * policy.tile)
-    gates = settings.keep == "auto" and able.gate_up and policy.offload == "host"
-    gates = gates and policy.every == 1 and takes(policy.tile, able.gate_up) <= room
-    top = takes(policy.tile, gates and able.gate_up)
-    plan = StepPlan(
-        policy, list(call.kinds), [False] * len(call.kinds), top - call.gradients, top=top
-    )
+    # [Rung 2] Whether a tile has room for gate and up. How many layers send them follows below.
+    gate_up = 0
+    may_send = settings.keep == "auto" and policy.offload == "host" and policy.every == 1
+    if may_send and peak(policy.tile, able.gate_up) <= room:
+        gate_up = able.gate_up
+    top = peak(policy.tile, gate_up)
+    plan = StepPlan(policy, list(call.kinds), [False] * len(call.kinds), top=top)
+    plan.working = top - call.gradients
+    # [Rung 3] Layers that keep all.
     if settings.plain == "auto":
         # The allocator reserves about a widest tensor, a gate, beyond what is allocated.
         _keep_last_layers(plan, call, kinds, rows, room - call.sure * able.gate_up / 2 * rows)
         plan.policy = policy = replace(policy, plain=sum(plan.keeps_all))
-    left = sum(kind is not None for kind in call.kinds) - policy.plain
-    count = min(left, in_time(call, able, rows, left)) if gates else 0
+    tiled = sum(kind is not None for kind in call.kinds) - policy.plain
+    count = min(tiled, in_time(call, able, rows, tiled)) if gate_up else 0
     if count > 0:
-        below = len(call.kinds) - policy.plain - left  # layers that keep nothing
-        plan.policy = replace(policy, keep=below + count)
+        nothing = len(call.kinds) - policy.plain - tiled  # layers below, which keep nothing
+        plan.policy = replace(policy, keep=nothing + count)
     return plan
 
 
@@ -228,33 +240,39 @@ def _keep_last_layers(plan: StepPlan, call: Call, kinds: dict, rows: int, room: 
     two peaks decide: `at_turn`, between forward and backward, with what all these layers keep; and
     `at_end`, in the backward of the lowest of them, with its own bytes beside all gradients.
     """
-    kept, walk, tried, mixed = 0.0, 0.0, set(), False
-    stands, loss, after = (line.most(rows) for line in (call.stands, call.loss, call.after))
+    stands = call.stands.most(rows)
+    loss = call.loss.most(rows)
+    after = call.after.most(rows)
+    kept = walk = 0.0
+    working = 0.0  # of tiled layers whose backward comes while others keep their bytes
+    tried = set()
     for index in range(len(call.kinds) - 1, -1, -1):
         name = call.kinds[index]
         if name is None:
             continue
         kind = kinds[name]
         if not kind.known or kind.kept is None and name in tried:
-            mixed = True  # a tiled layer whose backward comes while others keep their bytes
+            working = plan.working
             continue
         tried.add(name)
-        cost, steps = kind.cost * rows, max(walk, kind.walk * rows)
-        need = max(loss, after + max(steps, plan.working if mixed else 0))
-        at_turn = stands + kept + cost + need
-        at_end = call.gradients + cost + steps
+        kept += kind.cost * rows
+        walk = max(walk, kind.walk * rows)
+        need = max(loss, after + max(walk, working))
+        at_turn = stands + kept + need
+        at_end = call.gradients + kind.cost * rows + walk
         if max(at_turn, at_end) > room:
             break
-        plan.keeps_all[index], kept, walk = True, kept + cost, steps
-        plan.need, plan.top = need, max(plan.top, at_turn, at_end)
+        plan.keeps_all[index] = True
+        plan.need = need
+        plan.top = max(plan.top, at_turn, at_end)
 
 
 def in_time(call: Call, able: Abilities, rows: int, tiled: int) -> int:
     """How many layers can send gate and up to the host while the forward computes."""
     if not call.seconds.points or not able.link:
         return 0
-    more = call.seconds.least(rows) * able.link - tiled * able.wide * rows
+    most = call.seconds.least(rows) * able.link
     if able.host is not None:
-        spare = min(HOST_SHARE * able.host, PINNED_MOST) - tiled * able.wide * rows
-        more = min(more, spare)
-    return max(0, int(more / (able.gate_up * rows)))
+        most = min(most, HOST_SHARE * able.host, PINNED_MOST)
+    spare = most - tiled * able.wide * rows
+    return max(0, int(spare / (able.gate_up * rows)))

@@ -57,7 +57,8 @@ def _version_rules(facts):
         outside = number < first or bool(beyond and number >= beyond)
         yield version is None, f"{name} is not installed.", install
         yield version and outside, f"{name} {version} is not supported, {wanted} is.", fix
-    builds, gpus = facts["builds"], facts["gpus"]
+    builds = facts["builds"]
+    gpus = facts["gpus"]
     triton = facts["versions"].get("triton")
     yield (
         gpus and triton is None,
@@ -77,7 +78,8 @@ def _version_rules(facts):
 
 
 def _gpu_rules(facts):
-    cuda, shown = facts["torch_cuda"], facts["environment"].get("CUDA_VISIBLE_DEVICES")
+    cuda = facts["torch_cuda"]
+    shown = facts["environment"].get("CUDA_VISIBLE_DEVICES")
     for driver in facts["drivers"][:1] if not facts["gpus"] else ():
         yield (
             cuda is None,
@@ -113,10 +115,14 @@ SLOW = {
 
 
 def _setting_rules(facts):
-    environment, gpus = facts["environment"], facts["gpus"]
+    environment = facts["environment"]
+    gpus = facts["gpus"]
     for name, effect in SLOW.items():
-        on = str(environment.get(name)).lower() in TRUE
-        yield gpus and on, f"{name} is set: {effect}.", f"unset {name}"
+        yield (
+            gpus and environment.get(name, "").lower() in TRUE,
+            f"{name} is set: {effect}.",
+            f"unset {name}",
+        )
     settings = "".join(environment.get(name, "") for name in ALLOCATOR)
     yield (
         gpus and "expandable_segments" not in settings,
@@ -126,7 +132,8 @@ def _setting_rules(facts):
 
 
 def _limit_rules(facts):
-    limits, gpus = facts["limits"], facts["gpus"]
+    gpus = facts["gpus"]
+    limits = facts["limits"]
     # None is no limit.
     share, shared, locked = (
         float("inf") if limits[name] is None else limits[name]

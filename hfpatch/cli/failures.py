@@ -12,12 +12,16 @@ import re
 import sys
 import traceback
 import zipfile
+from itertools import pairwise
 
 from hfpatch.budget.limits import did_you_mean
 from hfpatch.cli.quiet import quiet
 from hfpatch.planner.limits import plainly
+from hfpatch.trainer.run_file import FLAGS
 
-BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
+BAD_INPUT = 2
+MACHINE = 1
+INTERRUPTED = 130
 
 _FULL = "the disk is full{at}. Free some room, or write elsewhere"
 _NO_RIGHT = "no permission{at}. Check its owner and mode, or write elsewhere"
@@ -40,9 +44,9 @@ _SYSTEM = {
     errno.ENAMETOOLONG: (BAD_INPUT, "a name is too long{at}. Shorten it"),
     errno.ENOMEM: (MACHINE, _MEMORY), errno.EMFILE: (MACHINE, _FILES),
     errno.ENFILE: (MACHINE, _FILES),
+    errno.EIO: (MACHINE, "reading or writing failed{at}. Check the disk"),
     errno.EADDRINUSE: (MACHINE, "the port is in use{at}. Choose another, as with MASTER_PORT"),
     errno.EPIPE: (MACHINE, "what read the output is gone. Write it to a file, as with > run.log"),
-    errno.EIO: (MACHINE, "reading or writing failed{at}. Check the disk"),
 }  # fmt: skip
 # Errors that libraries raise as RuntimeError and the like, recognized by words of the message. Disk
 # comes before memory, and both before broken files: earlier messages contain words of later rows.
@@ -65,19 +69,11 @@ _LONG = re.compile(r"(\S{200})\S{100,}")
 _SECRET = re.compile(r"\bhf_\w{6,}")
 
 
-# Other names of a flag: those of `hfpatch train`, transformers and TRL.
-SPELLINGS = {
-    "--seq-len": ("--seq-length", "--max-length"),
-    "--batch": ("--per-device-train-batch-size",),
-    "--placement": ("--engine",),
-    "--lora-target": ("--lora-target-modules",),
-}
-
-
 class Parser(argparse.ArgumentParser):
     """A parser that raises ValueError with one sentence for wrong arguments, for the handler below.
 
-    Dashes or underscores join the words of a flag. The names in SPELLINGS are accepted too.
+    Dashes or underscores join the words of a flag. The names of `hfpatch train` (run_file.FLAGS)
+    are accepted too.
     """
 
     def __init__(self, **settings):
@@ -86,19 +82,20 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         self.given = args
         known = self._option_string_actions  # includes the groups'; help lists the first name only
+        for key, flag in FLAGS.items():
+            if flag in known:
+                known.setdefault(f"--{key.replace('_', '-')}", known[flag])
         for flag, action in list(known.items()):
-            for name in (flag, *SPELLINGS.get(flag, ())):
-                known.setdefault(name, action)
-                known.setdefault(name[:2] + name[2:].replace("-", "_"), action)
+            known.setdefault(flag[:2] + flag[2:].replace("-", "_"), action)
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        named = [a.option_strings for a in self._actions if a.option_strings and a.dest != "help"]
+        named = [a.option_strings[-1] for a in self._actions if a.option_strings]
         flags = [word.partition("=")[0] for word in self.given or () if word.startswith("--")]
         misspelt = [flag for flag in flags if flag not in self._option_string_actions]
         if misspelt and "are required" in message:
             message = f"unrecognized arguments: {misspelt[0]}"
-        near = did_you_mean(misspelt[0], [names[-1] for names in named]) if misspelt else ""
+        near = did_you_mean(misspelt[0], named) if misspelt else ""
         raise ValueError(f"hfpatch: {plainly(message)}{near} See {self.prog} --help.")
 
 
@@ -110,22 +107,19 @@ def guarded(command, argv, *, piped: bool = True) -> int:
     bad input, 1 the machine (disk, memory), 130 Ctrl-C.
     """
     quiet()
-    argv = list(argv)
-    # TrainingArguments has a --debug of its own, which takes a word.
-    at = [
-        i
-        for i, a in enumerate(argv)
-        if a == "--debug" and argv[i + 1 : i + 2] != ["underflow_overflow"]
-    ]
-    debug = bool(at)
-    argv = [a for i, a in enumerate(argv) if i not in at]
+    words = []
+    for word, after in pairwise([*argv, None]):
+        # TrainingArguments has a --debug of its own, which takes a word.
+        if word != "--debug" or after == "underflow_overflow":
+            words.append(word)
+    debug = len(words) < len(argv)
     try:
-        for word, after in zip(argv, [*argv[1:], None]):
+        for word, after in pairwise([*words, None]):
             # argparse makes an empty list of --flag=--, and takes "" for the current folder
             if word.startswith("--") and (word.endswith(("=", "=--")) or after == ""):
                 flag = word.partition("=")[0]
                 raise ValueError(f"hfpatch: {flag} has no value. Write one, or leave it out.")
-        return command(argv)
+        return command(words)
     except KeyboardInterrupt as error:
         return say(error, "stopped by Ctrl-C", INTERRUPTED, debug)
     except Exception as error:
@@ -161,18 +155,19 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         if str(error.strerror).startswith("hfpatch: "):
             return error.strerror.removeprefix("hfpatch: "), code
         return form.format(at=f" at {error.filename}" if error.filename else "", why=""), code
+    why = f" ({_cut(text)})" if text else ""
     if isinstance(error, MemoryError):
-        return _MEMORY.format(why=f" ({_cut(text)})" if text else ""), MACHINE
+        return _MEMORY.format(why=why), MACHINE
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hfpatch"):
         return f"the package {error.name} is missing. Run: pip install {error.name}", BAD_INPUT
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno} must be JSON ({error.msg}). Correct the file", BAD_INPUT
     if isinstance(error, UnicodeDecodeError):
-        return f"a file must be UTF-8 text ({_cut(text)}). Convert it", BAD_INPUT
+        return f"a file must be UTF-8 text{why}. Convert it", BAD_INPUT
     if isinstance(error, ValueError) and text.startswith("embedded null"):
         return "a path holds a null character. Correct it", BAD_INPUT
     if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
-        return _BROKEN.format(at="", why=f" ({_cut(text)})"), BAD_INPUT
+        return _BROKEN.format(at="", why=why), BAD_INPUT
     if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in (
         "ConnectError",
         "SafetensorError",
@@ -180,7 +175,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     ):
         for words, code, form in _WORDS:
             if re.search(words, text, re.IGNORECASE):
-                return form.format(at="", why=f" ({_cut(text)})"), code
+                return form.format(at="", why=why), code
     # transformers and the hub raise OSError for files that do not load
     if isinstance(error, OSError) and text:
         return _cut(text), BAD_INPUT

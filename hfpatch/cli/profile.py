@@ -14,7 +14,8 @@ from hfpatch.planner.limits import parse_lengths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, on_off = parser.add_argument, argparse.BooleanOptionalAction
+    add = parser.add_argument
+    on_off = argparse.BooleanOptionalAction
     where = "a preset, a config.json, a folder or a hub id; random weights"
     add("--model", required=True, help=where)
     add("--seq-len", default="8192", help="tokens, or several lengths with commas (8192)")

@@ -18,27 +18,26 @@ FOREIGN = ("torchao", "torch.utils._pytree", "bitsandbytes", "DeepSpeed")
 
 
 def quiet() -> None:
-    """Shows only errors of these loggers. The filter holds even if a library sets its logger's
-    level again during import.
+    """Shows only errors of these loggers and of those below them. The filter holds even if a library
+    sets its logger's level during import.
     """
     for name in FOREIGN:
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
-        if not any(isinstance(known, _ErrorsAlone) for known in logger.filters):
-            logger.addFilter(_ErrorsAlone())
+        logger.addFilter(_errors_alone)  # once, however often it is called
     # PEFT reads a property that transformers renamed.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
-class _ErrorsAlone(logging.Filter):
-    def filter(self, record) -> bool:
-        return record.levelno >= logging.ERROR
+def _errors_alone(record) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 @contextmanager
 def progress(what: str, shown: bool = True) -> Iterator[None]:
     """Says on stderr what runs, and for how long already: after PAUSE seconds, and ever more rarely."""
-    ended, began = threading.Event(), time.monotonic()
+    ended = threading.Event()
+    began = time.monotonic()
 
     def say():
         pause = PAUSE

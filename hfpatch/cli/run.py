@@ -26,8 +26,15 @@ from hfpatch.lab.children import ends_with
 from hfpatch.trainer import marks
 
 NOTHING_TRAINED = 3
+# Options of hfpatch.apply that --no-NAME turns off -> what a model then has.
+_PARTS = {
+    "rope": "stock rotary embedding",
+    "rms_norm": "RMSNorm as it is",
+    "mlp": "MLP as it is",
+    "loss": "stock head and loss",
+}
 _WORDS = {"auto": "auto", "true": True, "false": False}
-_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv=None) -> int:
@@ -41,7 +48,8 @@ def main(argv=None) -> int:
     parser = _parser()
     try:
         args = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
-        command, options = _command(args), _options(args)
+        command = _command(args)
+        options = _options(args)
     except ValueError as error:
         print(f"{error} {parser.format_usage().strip()}", file=sys.stderr)
         return BAD_INPUT
@@ -71,12 +79,11 @@ def _parser() -> Parser:
     usage = "hfpatch run [options] script.py | -m module | command [arguments ...]"
     parser = Parser(prog="hfpatch run", usage=usage, description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    add, off = parser.add_argument, {"action": "store_false", "default": None}
+    add = parser.add_argument
     add_checkpointing(add)
-    add("--no-rope", dest="rope", help="stock rotary embedding", **off)
-    add("--no-rms-norm", dest="rms_norm", help="RMSNorm as it is", **off)
-    add("--no-mlp", dest="mlp", help="MLP as it is", **off)
-    add("--no-loss", dest="loss", help="stock head and loss", **off)
+    for name, said in _PARTS.items():
+        flag = f"--no-{name.replace('_', '-')}"
+        add(flag, dest=name, action="store_false", default=None, help=said)
     add("--logits", choices=list(_WORDS), help="whether forwards with labels return logits")
     add("--require", action="store_true", help="exit 3 if nothing trained with hfpatch")
     rest = {"nargs": argparse.REMAINDER}
@@ -89,26 +96,26 @@ def _command(args) -> list[str]:
     """The command to start. Raises ValueError if there is none."""
     if args.module:
         return [sys.executable, "-m", *args.module]
-    words = args.command[args.command[:1] == ["--"] :]
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise ValueError("hfpatch: a script, a module or a command is missing. Name one.")
     name = words[0]
-    if not Path(name).is_file() and shutil.which(name) is None:
+    is_file = Path(name).is_file()
+    if not is_file and shutil.which(name) is None:
         raise ValueError(f"hfpatch: there is no script or command {name}. Check its name.")
-    script = name.endswith(".py") and Path(name).is_file()
-    return [*([sys.executable] if script else []), *words]
+    if is_file and name.endswith(".py"):
+        return [sys.executable, *words]
+    return words
 
 
 def _options(args) -> dict:
     """The given options, as marks.environment takes them. Raises ValueError for a wrong one."""
-    names: tuple = ("rope", "rms_norm", "mlp", "loss")
-    options: dict = {name: value for name in names if (value := getattr(args, name)) is not None}
+    options: dict = {name: False for name in _PARTS if getattr(args, name) is False}
     if args.logits:
         options["logits"] = _WORDS[args.logits]
-    words = args.checkpointing
-    if words:
-        parse_checkpointing(words)  # raises for a value out of range
-        options["checkpointing"] = words
+    if args.checkpointing:
+        parse_checkpointing(args.checkpointing)  # raises for a value out of range
+        options["checkpointing"] = args.checkpointing
     return options
 
 
@@ -118,10 +125,10 @@ def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
     Returns its exit code, -n if signal n ended it, and whether a signal came meanwhile.
     """
     variables = os.environ | environment
-    signals = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in signals}
+    before = {number: signal.getsignal(number) for number in _PASSED_ON}
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
-    came, children = [], []
+    came = []
+    children = []
 
     def pass_on(number, frame):
         came.append(number)

@@ -21,7 +21,8 @@ def groups() -> dict[str, list[str]]:
     """A title -> the names of its flags."""
     from hfpatch.trainer.flags import DataArguments, ModelArguments, TrainArguments
 
-    memory, adapters = _MEMORY.split(), _ADAPTERS.split()
+    memory = _MEMORY.split()
+    adapters = _ADAPTERS.split()
     model = [f.name for f in fields(ModelArguments) if f.name not in memory + adapters]
     run = [*_OFTEN.split(), *vars(TrainArguments)["__annotations__"]]
     data = [f.name for f in fields(DataArguments)]

@@ -94,13 +94,13 @@ grouped_mm = torch._grouped_mm
 assert_async = torch._assert_async
 
 
-def autocast(device_type: str, dtype: torch.dtype | None = None, **how):
+def autocast(device_type: str, dtype: torch.dtype | None = None):
     """torch.autocast to this dtype, or none; an empty context on the meta device, for which torch
     raises."""
     return (
         nullcontext()
         if device_type == "meta"
-        else torch.autocast(device_type, dtype, dtype is not None, **how)
+        else torch.autocast(device_type, dtype, dtype is not None)
     )
 
 

@@ -13,11 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import buffers_of, pytree, version
+from hfpatch.compat import Snapshot, buffers_of, pytree, version
 from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import Asked, NotStopped, asking, our_attention
 from hfpatch.context.masks import Batch
 from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.condition import Condition
 from hfpatch.layer.mixers import find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
@@ -230,8 +231,9 @@ class _Probe:
 
     def _ask(self, **known) -> Traced:
         answers = replace(self.known, **known)
+        condition = Condition(Snapshot(self.layer), answers)
         return Traced(
-            self.layer, self.arguments, answers, self.configs, self.batch, forward=self.forward
+            self.layer, self.arguments, answers, self.configs, self.batch, condition, self.forward
         )
 
     def _gradients(self, run) -> list[Tensor | None]:

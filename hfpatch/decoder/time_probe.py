@@ -14,10 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import States, state_argument
+from hfpatch.compat import Snapshot, States, state_argument
 from hfpatch.context.current import our_attention
 from hfpatch.decoder import probe
 from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.condition import Condition
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.timed import LayerAsMixer
@@ -157,7 +158,8 @@ def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple
     """The mixer's call in a row of `tokens` tokens, and the mixer's input."""
     forward, x, args, kwargs, batch = probe.captured(stack, layer, tokens)
     arguments = Arguments(args, kwargs, 1, tokens)
-    ask = Traced(layer, arguments, traits, (stack.config,), batch, forward=forward)
+    condition = Condition(Snapshot(layer), traits)
+    ask = Traced(layer, arguments, traits, (stack.config,), batch, condition, forward)
     with torch.no_grad(), our_attention((stack.config,), batch):
         parts = ask.before(x, 0, tokens)
     if not name:

@@ -30,7 +30,7 @@ from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import hands_on_keys
-from hfpatch.layer.strangers import is_token_wise, kinds_in
+from hfpatch.layer.strangers import TOKEN_WISE, kinds_in
 from hfpatch.layer.traits import LayerTraits, Patched
 from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
 
@@ -107,7 +107,7 @@ def ask_model(decoder: Decoder) -> Verdict:
 def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
     """The traits of a layer of this kind; None if the small instance has no such layer. Modules
     that the user declared (hfpatch.token_wise) do not count in the comparison of kinds."""
-    declared = {name for name, module in layer.named_modules() if is_token_wise(type(module))}
+    declared = {name for name, module in layer.named_modules() if type(module) in TOKEN_WISE}
     others = (
         (tuple(row for row in known if row[0] not in declared), answer)
         for known, answer in found.answers.items()

@@ -24,7 +24,7 @@ from hfpatch.examples.made import run
 
 def ends_itself(completions, **kwargs) -> list[float]:
     """1 for a completion that ends with a full stop."""
-    return [float(str(completion).rstrip().endswith(".")) for completion in completions]
+    return [float(text.endswith(".")) for text in completions]
 
 
 def main(
@@ -47,10 +47,8 @@ def main(
             max_steps=2,
             logging_steps=1,
             save_strategy="no",
-            dataloader_pin_memory=False,
             gradient_checkpointing=False,  # hfpatch checkpoints the layers itself
             bf16=False,
-            report_to="none",
             seed=0,
         ),
         train_dataset=load_dataset("json", data_files=data_file, split="train"),

@@ -69,9 +69,6 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
             max_steps=2,
             logging_steps=1,
             save_strategy="no",
-            dataloader_pin_memory=False,
-            report_to="none",
-            seed=0,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     )

@@ -36,10 +36,8 @@ def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
             max_length=256,
             logging_steps=1,
             save_strategy="no",
-            dataloader_pin_memory=False,
             gradient_checkpointing=False,  # hfpatch checkpoints the layers itself
             bf16=False,
-            report_to="none",
             seed=0,
         ),
         train_dataset=load_dataset("json", data_files=data_file, split="train"),

@@ -48,8 +48,6 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
             max_steps=4,
             logging_steps=1,
             save_strategy="no",
-            dataloader_pin_memory=False,
-            report_to="none",
             seed=0,
         ),
         train_dataset=data,

@@ -5,7 +5,8 @@ a frozen base. Standard library only.
 from dataclasses import dataclass
 
 # NF4: BLOCK weights share an 8-bit scale, NESTED scales share a float32 scale (double quantisation)
-BLOCK, NESTED = 64, 256
+BLOCK = 64
+NESTED = 256
 # Bytes of one weight of a quantised Linear: codes and scales as bitsandbytes stores them. None: the
 # model's dtype.
 BASES = {"bf16": None, "8bit": 1.0, "4bit": 0.5 + 1 / BLOCK + 4 / (BLOCK * NESTED)}
@@ -49,11 +50,11 @@ class Adapters:
         """From flags. targets: "all-linear", or names in a list or with commas. ValueError without
         a name.
         """
-        names = targets.split(",") if isinstance(targets, str) else list(targets)
-        named = tuple(n.strip() for n in names if n.strip())
+        names = targets.split(",") if isinstance(targets, str) else targets
+        named = [n.strip() for n in names if n.strip()]
         if not named:
             raise ValueError(
                 f"hfpatch: --lora-target must name Linear layers, got {targets!r}. Write "
                 f"{ALL_LINEAR}."
             )
-        return cls(rank, base, () if names == [ALL_LINEAR] else named)
+        return cls(rank, base, () if named == [ALL_LINEAR] else named)

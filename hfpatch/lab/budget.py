@@ -22,6 +22,7 @@ def share_of_allowed(got: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dty
     largest = exact.abs().max().item()
     if largest == 0:
         return math.inf
-    error, lost = ((x.double() - exact).abs().max().item() for x in (got, plain))
+    error = (got.double() - exact).abs().max().item()
+    lost = (plain.double() - exact).abs().max().item()
     share = error / allowed_error(min(lost, largest / 4), torch.finfo(dtype).eps * largest)
     return math.inf if math.isnan(share) else share

@@ -81,7 +81,8 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
 
 def run(device: torch.device, sizes: Sizes, until: float) -> tuple[list[Check], list[str]]:
     """The checks that begin before `until` (by time.monotonic()), and a line for each other one."""
-    done, left_out = [], []
+    done: list[Check] = []
+    left_out: list[str] = []
     for dtype in dtypes(device):
         what = f"model {_name(dtype)}"
         if time.monotonic() > until:

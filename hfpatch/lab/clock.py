@@ -16,15 +16,17 @@ import contextlib
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from hfpatch.budget.policy import Checkpointing
+from hfpatch.compat import values_for_now
 from hfpatch.lab.compat import for_now
-from hfpatch.lab.drive import Drive, pieces
+from hfpatch.lab.drive import Drive
 from hfpatch.lab.hardware import Gpu
-from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
-from hfpatch.lab.simulate import kernels_cost, simulator
+from hfpatch.lab.rates import BLOCK, TAIL_SHARE, attention_ramp, matmul_seconds
+from hfpatch.lab.simulate import kernels_cost
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.kernels_cost import Work
 from hfpatch.lab.simulate.sequence import LoneRank
@@ -34,11 +36,13 @@ from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.ops import experts
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
+from hfpatch.store.disk import PIECE
 from hfpatch.store.transfers import Transfers
 
 # The host's time of one launch.
 LAUNCH_SECONDS = 15e-6
-UP, DOWN = "copies to the host", "copies to the device"
+UP = "copies to the host"
+DOWN = "copies to the device"
 EXCHANGES = "exchanges"
 # (GPU, whether its own kernels run) -> key of an operation -> Work
 _WORKS: dict = {}
@@ -50,15 +54,16 @@ class Stream:
     now = 0.0
 
 
-class Event:
-    def __init__(self, stream: Stream, time: float):
-        self.stream, self.time = stream, time
+class Event(NamedTuple):
+    stream: Stream
+    time: float
 
 
 class ClockDevice(Device):
     """A device whose streams hold only the time.
 
     Attributes:
+        follower: the Follower of the step that this device times.
         carried: UP, DOWN or EXCHANGES -> bytes over that link.
         waited: UP (copies in both directions) or EXCHANGES -> seconds that compute waits for them.
     """
@@ -68,16 +73,16 @@ class ClockDevice(Device):
     def __init__(self, gpu: Gpu, device: torch.device, drive: Drive | None = None):
         """drive: the disk behind the host's memory, None without one."""
         super().__init__(device)
-        self.gpu, self.drive, self.host = gpu, drive, 0.0
-        self.streams = [Stream()]
-        self.stack, self.links = self.streams[:], dict.fromkeys((UP, DOWN), 0.0)
+        self.gpu = gpu
+        self.drive = drive
+        self.host = 0.0  # the host's time
+        self.compute = Stream()
+        self.streams = [self.compute]
+        self.stack = [self.compute]
+        self.links: Counter = Counter()  # direction -> the end of the link's last copy
         self.peers = Stream()
         self.carried: Counter = Counter()
         self.waited: Counter = Counter()
-
-    @property
-    def compute(self) -> Stream:
-        return self.streams[0]
 
     # -- the device interface ----------------------------------------------------------------------
     def stream(self) -> Stream:
@@ -118,32 +123,42 @@ class ClockDevice(Device):
         stream.now = max(stream.now, self.host) + seconds
 
     def copy(self, nbytes: int, direction: str) -> None:
-        """A copy between host and device on the current stream. Copies in one direction share the
-        link.
-
-        A copy to or from a file goes in pieces of a bounce buffer's size.
+        """A copy between host and device on the current stream. A copy to or from a file goes in
+        pieces of a bounce buffer's size.
         """
-        stream, drive = self.current(), self.drive
-        for piece in (nbytes,) if drive is None else pieces(nbytes):
+        drive = self.drive
+        if drive is None:
             self.host += LAUNCH_SECONDS
-            ready = 0.0
-            if drive is not None and direction == UP:
-                self._held_up(drive.writable())
-            elif drive is not None:
+            self._carry(nbytes, direction)
+            return
+        for begin in range(0, nbytes, PIECE):
+            piece = min(PIECE, nbytes - begin)
+            self.host += LAUNCH_SECONDS
+            if direction == UP:
+                self._held_up(drive.write_bounces[0])
+                drive.write(self._carry(piece, UP), piece)
+            else:
                 ready = drive.read(self.host, piece)
-            start = max(stream.now, self.host, self.links[direction], ready)
-            self.carried[direction] += piece
-            stream.now = self.links[direction] = start + piece / self.gpu.link_rate
-            if drive is not None:
-                (drive.write if direction == UP else drive.landed)(stream.now, piece)
+                drive.read_bounces.append(self._carry(piece, DOWN, ready))
+
+    def _carry(self, nbytes: int, direction: str, ready: float = 0.0) -> float:
+        """Takes bytes over the link, from the time `ready` on. Copies in one direction share the
+        link. Returns the end.
+        """
+        stream = self.current()
+        start = max(stream.now, self.host, self.links[direction], ready)
+        stream.now = start + nbytes / self.gpu.link_rate
+        self.links[direction] = stream.now
+        self.carried[direction] += nbytes
+        return stream.now
 
     def _held_up(self, until: float) -> None:
         """The host waits for a file. Compute waits for the host once its queue is empty."""
-        compute = self.compute
-        began, self.host = max(compute.now, self.host), max(self.host, until)
+        began = max(self.compute.now, self.host)
+        self.host = max(self.host, until)
         if until > began:
             self.waited[UP] += until - began
-            compute.now = until
+            self.compute.now = until
 
     def exchange(self, nbytes: float) -> Event:
         """Sends bytes to other GPUs after the current stream's work."""
@@ -154,24 +169,13 @@ class ClockDevice(Device):
         return Event(self.peers, self.peers.now)
 
 
-class ClockRank(LoneRank):
-    """Rank 0 of `size`, whose exchanges take time on a clock."""
-
-    def __init__(self, clock: ClockDevice, size: int):
-        super().__init__(size)
-        self.clock = clock
-
-    def all_to_all(self, send: torch.Tensor) -> torch.Tensor:
-        self.clock.wait(self.clock.exchange(send.nbytes * (self.size - 1) / self.size))
-        return torch.empty_like(send)
-
-
 class ClockFollower(Follower):
     """Follows storages, and gives each operation its seconds on the clock."""
 
     def __init__(self, clock: ClockDevice, **settings):
         super().__init__(**settings)
         self.clock = clock
+        clock.follower = self
         self._works = _WORKS.setdefault((clock.gpu, self.cuda), {})
         self.parts: Counter = Counter()  # (phase, what) -> seconds of kernels
         self.begins: dict = {}  # phase -> its start on the compute stream
@@ -181,103 +185,93 @@ class ClockFollower(Follower):
         self.begins[name] = self.clock.compute.now
 
     def _work(self, func, args, kwargs, *tensors) -> Work:
-        work, seconds = super()._work(func, args, kwargs, *tensors), 0.0
-        if (product := kernels_cost.matmul_shape(func, args)) is not None:
-            count, *sizes = product
-            seconds = matmul_seconds(self.clock.gpu, *sizes, count=count)
+        work = super()._work(func, args, kwargs, *tensors)
         if work.attention is not None:
             seconds = self._attention_seconds(*work.attention, func, args, kwargs)
-        return work._replace(seconds=seconds)
+            return work._replace(seconds=seconds)
+        product = kernels_cost.matmul_shape(func, args)
+        if product is None:
+            return work
+        count, *sizes = product
+        return work._replace(seconds=matmul_seconds(self.clock.gpu, *sizes, count=count))
 
     def _attention_seconds(self, kind: str, flops: int, func, args, kwargs) -> float:
-        gpu, q = self.clock.gpu, 0 if kind == "forward" else 1
-        *_, columns, width = kernels_cost.sizes(func, args[q], args[q + 1])
+        gpu = self.clock.gpu
+        first = 0 if kind == "forward" else 1  # backward takes the output's gradient before q and k
+        *_, columns, width = kernels_cost.sizes(func, args[first], args[first + 1])
         left = kernels_cost.window(func, args, kwargs)
         keys = columns if left is None else min(columns, left + 1)
         if kind == "forward":
             return flops * attention_ramp(keys) / gpu.attention_forward
-        block = 5 * BLOCK_ROWS * keys * 2 * width * gpu.processors
+        block = 5 * BLOCK * keys * 2 * width * gpu.processors
         return (flops + TAIL_SHARE * block) * attention_ramp(keys) / gpu.attention_backward
 
     def _direction(self, func, args) -> str | None:
         """UP or DOWN for a copy between host and device, else None."""
         if func is not torch.ops.aten.copy_.default:
             return None
-        on_host = [
-            self.ledger.blocks[self._refs[id(x.untyped_storage())][1]].host for x in args[:2]
-        ]
-        return {(True, False): UP, (False, True): DOWN}.get(tuple(on_host))
+        blocks = [self._refs[id(x.untyped_storage())][1] for x in args[:2]]
+        to_host, from_host = (self.ledger.blocks[index].host for index in blocks)
+        if to_host == from_host:
+            return None
+        return UP if to_host else DOWN
 
     def _moved(self, nbytes: int, work: Work | None = None, direction: str | None = None) -> None:
         super()._moved(nbytes)
-        seconds, what = 0.0, "elementwise"
-        if work is not None:
-            seconds, what = work.seconds * self.times, "attention" if work.attention else "matmul"
         if direction is not None:  # nbytes counts the read and the write
             self.clock.copy(nbytes // 2, direction)
-        elif seconds or nbytes:
+            return
+        seconds = work.seconds * self.times if work is not None else 0.0
+        if seconds or nbytes:
+            what = "attention" if work is not None and work.attention else "matmul"
             moving = nbytes * self.times / self.clock.gpu.memory_rate
             self.parts[self.phase, what] += seconds
             self.parts[self.phase, "elementwise"] += moving
             self.clock.launch(seconds + moving)
 
 
-@contextmanager
-def _standing_in(clock: ClockDevice):
-    """A context in which the clock is the runtime's device, and host memory has no pages."""
-    before, host_empty = DEVICES.get(clock.device), devices.host_empty
-    DEVICES[clock.device] = clock
-    try:
-        with for_now(devices, host_empty=lambda nbytes, mapped: host_empty(nbytes, False)):
-            yield
-    finally:
-        del DEVICES[clock.device]
-        if before is not None:
-            DEVICES[clock.device] = before
-
-
 def run_on_clock(
-    model, gpu: Gpu, policy: Checkpointing | None, *, batch: int, seq_len: int, ranks: int = 1,
-    optimizer=None, follower=ClockFollower, gradients: int = 0, kinds: dict | None = None,
-    ahead: tuple = (None, None), **more,
+    model, gpu: Gpu, policy: Checkpointing | None, *, batch: int, seq_len: int,
+    gradients: int = 0, kinds: dict | None = None, ahead: tuple = (None, None), **more,
 ):  # fmt: skip
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
     Args:
-        optimizer: a function from parameters to a torch optimizer, whose operations run.
-        ranks: that share each row. seq_len is this rank's part.
-        follower: makes the ClockFollower from the clock and a Follower's settings.
+        seq_len: tokens of a row; of one rank's part if ranks share it.
         gradients: bytes of those of the whole model, of which this one is a part.
         kinds: what earlier steps showed of kinds of layers. ahead: as of StepMeter. more: of
             simulate.
 
     Returns:
-        The Simulation, the ClockDevice, and the follower, whose `meter`
-        measured the step.
+        The Simulation, the ClockDevice, and the follower, whose `meter` measured the step.
     """
     disk = policy is not None and policy.tier == "disk"
-    drive = Drive(gpu.disk_rates) if disk else None
-    device, made = ClockDevice(gpu, torch.device("cpu"), drive), []
+    device = ClockDevice(gpu, torch.device("cpu"), Drive(gpu.disk_rates) if disk else None)
+    follower = partial(ClockFollower, device)
     kinds = {} if kinds is None else kinds
+    meter = StepMeter(LedgerGauge(device), model, gradients, kinds, ahead)
+    host_empty = devices.host_empty
 
-    def following(**settings):
-        made.append(follower(device, **settings))
-        made[0].meter = StepMeter(LedgerGauge(device, made[0]), model, gradients, kinds, ahead)
-        return made[0]
+    def meter_of(runtime, on):
+        runtime.meters[on] = meter  # not that of an earlier step of this model
+        return meter
+
+    def all_to_all(rank, send):
+        device.wait(device.exchange(send.nbytes * (rank.size - 1) / rank.size))
+        return torch.empty_like(send)
 
     around = (
-        _standing_in(device),
-        for_now(simulator, LoneRank=partial(ClockRank, device)),
+        values_for_now([(DEVICES, device.device, device)]),
+        # Host memory has no pages.
+        for_now(devices, host_empty=lambda nbytes, mapped: host_empty(nbytes, False)),
+        for_now(LoneRank, all_to_all=all_to_all),
         for_now(Transfers, late=disk),
         for_now(experts, _major=lambda _: gpu.major),
-        for_now(LayerRuntime, _say=lambda *_: None),
-        for_now(
-            LayerRuntime, meter_of=lambda self, on: self.meters.setdefault(on, made[0].meter)
-        ),
-    )  # fmt: skip
+        for_now(LayerRuntime, _say=lambda *_: None, meter_of=meter_of),
+    )
     with contextlib.ExitStack() as stack:
         for context in around:
             stack.enter_context(context)
-        asked = {"policy": policy, "ranks": ranks, "follower": following, "optimizer": optimizer}
-        found = simulate(model, batch, seq_len, **asked, **more)
-    return found, device, made[0]
+        found = simulate(model, batch, seq_len, policy=policy, follower=follower, **more)
+    device.follower.meter = meter
+    return found, device, device.follower

@@ -9,23 +9,20 @@ from torch import Tensor
 @contextmanager
 def for_now(owner, **values):
     """A context in which a module, a class or an object has these attributes."""
-    held = vars(owner)
-    before = {name: held[name] for name in values if name in held}
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for name in values:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
+        for name in values.keys() - before.keys():
+            delattr(owner, name)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
-def autograd_node():
-    """The backward node that runs now, None outside of a backward; for simulations."""
-    return torch._C._current_autograd_node()
+# The backward node that runs now, None outside of a backward; for simulations.
+autograd_node = torch._C._current_autograd_node
 
 
 def sequence_number(node=None) -> int:
@@ -33,9 +30,8 @@ def sequence_number(node=None) -> int:
     return torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
 
 
-def int8_product(a: Tensor, b: Tensor) -> Tensor:
-    """int8 [m, k] times int8 [k, n]: int32 [m, n]; for simulations."""
-    return torch._int_mm(a, b)
+# int8 [m, k] times int8 [k, n]: int32 [m, n]; for simulations.
+int8_product = torch._int_mm
 
 
 def holders(x: Tensor) -> tuple[int, int]:
@@ -80,14 +76,15 @@ def fakes_like(fake: Tensor):
 
     FakeTensor's constructor checks its arguments for as long as the rest of an operation takes.
     """
-    attributes, kind, device = vars(fake), type(fake), fake.fake_device
+    kind = type(fake)
+    device = fake.fake_device
 
     def made(elem: Tensor) -> Tensor:
         out = Tensor._make_subclass(
             kind, elem, False, dispatch_device=True, device_for_backend_keys=device
         )
         torch._C._set_throw_on_mutable_data_ptr(out)
-        vars(out).update(attributes)
+        vars(out).update(vars(fake))
         return out
 
     return made
@@ -99,9 +96,8 @@ def record_allocations(start: bool) -> None:
     record(max_entries=1_000_000, stacks="python") if start else record(enabled=None)
 
 
-def dump_allocations(path: str) -> None:
-    """Writes that history to a file."""
-    torch.cuda.memory._dump_snapshot(path)
+# Writes that history to a file.
+dump_allocations = torch.cuda.memory._dump_snapshot
 
 
 def local_part(parameter: Tensor) -> Tensor:

@@ -23,14 +23,13 @@ def clean() -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on a CPU too, whose allocator raises a plain RuntimeError."""
-    kinds, text = (torch.OutOfMemoryError, MemoryError), str(error)
-    return isinstance(error, kinds) or "out of memory" in text or "can't allocate memory" in text
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(words in str(error) for words in ("out of memory", "can't allocate memory"))
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
-        :200
-    ]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 @contextmanager

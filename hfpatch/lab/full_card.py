@@ -1,7 +1,6 @@
 """A training step that fills the card, beside its plan: bytes, seconds, and what copies cost."""
 
 import tempfile
-import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +17,6 @@ from hfpatch.lab.steps import Steps
 
 PRESETS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "llama-160m")
 LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)
-# Shares: of the card's free memory for weights and gradients; of the host's, which others use too.
-WEIGHTS_SHARE, HOST_SHARE = 0.6, 0.7
 STEPS = 6  # of each way: two to warm up (which take longer), two timed, one recorded
 WAYS: dict = {"auto": [], "host": ["host", "every=1", "plain=0"]}
 
@@ -32,10 +29,6 @@ class Run:
     tokens: int
     dtype: torch.dtype
 
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
 
 SMALL = Run("llama-tiny", 96, torch.float32)
 
@@ -46,15 +39,16 @@ def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
     A step keeps as much as there is room for, so a long row fills the card. gpu: this card's
     measured rates. None if nothing fits.
     """
-    free, host = gpu_free() or 0, HOST_SHARE * (host_free() or 0)
+    free = 0.9 * (gpu_free() or 0)
+    host = 0.7 * (host_free() or 0)  # others use it too
     for preset in PRESETS:
-        weights = 2 * model_of(Values(preset_config(preset))).sizes.parameters * dtype.itemsize
-        if weights > WEIGHTS_SHARE * free:
-            continue  # a plan takes seconds
+        parameters = model_of(Values(preset_config(preset))).sizes.parameters
+        if 2 * parameters * dtype.itemsize > free * 2 / 3:
+            continue  # weights and gradients leave too little; a plan takes seconds
         for tokens in LENGTHS:
             run = Run(preset, tokens, dtype)
             expected = planned(run, LEAST, gpu)
-            fits = expected["plan_peak_gib"] * GiB <= 0.9 * free
+            fits = expected["plan_peak_gib"] * GiB <= free
             fits = fits and expected["plan_host_gib"] * GiB <= host
             if fits and len(WAYS) * STEPS * expected["plan_s"] <= seconds:
                 return run
@@ -63,29 +57,25 @@ def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
 
 def planned(run: Run, policy: Checkpointing, gpu: Gpu | None) -> dict:
     """The simulated step's GiB, and its seconds if rates are known."""
-    model = model_of(Values(preset_config(run.preset)), wide=run.itemsize == 4)
-    steps = Steps(model, model.sizes, gpu or GPUS["h100"], 1)
-    cost, sizes = steps.cost(run.tokens, policy), model.sizes
-    peak = max(sizes.nbytes + m.gradients + m.beyond for m in cost.moments)
+    model = model_of(Values(preset_config(run.preset)), wide=run.dtype.itemsize == 4)
+    cost = Steps(model, model.sizes, gpu or GPUS["h100"], 1).cost(run.tokens, policy)
+    peak = model.sizes.nbytes + max(m.gradients + m.beyond for m in cost.moments)
     found = {"plan_peak_gib": peak / GiB, "plan_host_gib": cost.host / GiB}
-    return found | ({"plan_s": sum(cost.seconds.values())} if gpu else {})
+    if gpu is not None:
+        found["plan_s"] = sum(cost.seconds.values())
+    return found
 
 
-def measure(run: Run, device: torch.device, gpu: Gpu | None, until: float) -> list[dict]:
-    """One row for each of WAYS: the default policy, and everything on the host.
-
-    until: a time of time.monotonic() after which nothing begins.
-    """
+def measure(run: Run, device: torch.device, gpu: Gpu | None) -> list[dict]:
+    """One row for each of WAYS: the default policy, and everything on the host."""
     rows = []
     for way, words in WAYS.items():
-        row = {"way": way, "preset": run.preset, "tokens": run.tokens, "dtype": str(run.dtype)[6:]}
+        dtype = str(run.dtype).removeprefix("torch.")
+        row = {"way": way, "preset": run.preset, "tokens": run.tokens, "dtype": dtype}
         rows.append(row)
-        if time.monotonic() > until:
-            row["error"] = "not started: the time was over"
-            continue
         options = Options(
             model=run.preset, impl="hfpatch", seq_len=run.tokens, steps=2, warmup=2,
-            dtype=row["dtype"], optimizer="none", checkpointing=words, device=device.type,
+            dtype=dtype, optimizer="none", checkpointing=words, device=device.type,
         )  # fmt: skip
         try:
             _measure(row, run, options, gpu)
@@ -106,7 +96,8 @@ def _measure(row: dict, run: Run, options: Options, gpu: Gpu | None) -> None:
         layers = model_of(Values(preset_config(run.preset))).layers
         row |= {"kept": describe(policy, layers), **planned(run, policy, gpu)}
     if "reserved_peak_bytes" in found.memory:
-        names = {"peak_gib": "allocated", "reserved_gib": "reserved", "pinned_gib": "pinned_host"}
-        row |= {name: found.memory[f"{of}_peak_bytes"] / GiB for name, of in names.items()}
-        total = torch.cuda.get_device_properties(0).total_memory / GiB
-        row["filled"] = row["reserved_gib"] / total
+        row["peak_gib"] = found.memory["allocated_peak_bytes"] / GiB
+        row["reserved_gib"] = found.memory["reserved_peak_bytes"] / GiB
+        row["pinned_gib"] = found.memory["pinned_host_peak_bytes"] / GiB
+        total = torch.cuda.get_device_properties(0).total_memory
+        row["filled"] = found.memory["reserved_peak_bytes"] / total

@@ -1,12 +1,14 @@
 """GPUs of the planner: memory, rates and the link to the host, each with its source. Standard
 library only.
 
-The table has data sheet peaks for dense bfloat16 with float32 sums. MATMUL_SHARE and the attention
+gpus.json has data sheet peaks for dense bfloat16 with float32 sums. MATMUL_SHARE and the attention
 columns give the part that a training step reaches. `--gpu this` measures the machine instead
 (planner/measure.py).
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from hfpatch.budget.policy import refuse_unknown
 
@@ -33,7 +35,8 @@ SOCKET_RATE = 10e9
 HOST_BYTES_PER_SECOND = 200e9
 # Files of the disk tier, bytes/s of the machine: the maker's sequential rates of one PCIe 4.0 x4
 # drive (Samsung PM9A3, U.2).
-DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
+DISK_WRITES = 3.5e9
+DISK_READS = 6.5e9
 DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
 
 
@@ -109,55 +112,26 @@ class Gpu:
         return self.memory_bytes - CONTEXT_BYTES
 
 
-_A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023), fig. 5 and 6"
-# The backward: profiles/rates.
-_HOPPER = (
-    "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward 0.94 of it "
-    "by published steps"
-)
-_SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
-
-# Links to other GPUs: one direction, half of the sum that the same data sheets give (NVLink 600,
-# 900, 1800; Infinity Fabric 7 x 128); 0 if GPUs exchange over the host link.
-#   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd, processors, GB/s
-# to other GPUs
-_ROWS = (
-    ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
-    ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
-    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  507.0, 132, 450.0,
-     _HOPPER.format("H100 SXM")),
-    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  507.0, 132, 450.0,
-     _HOPPER.format("H200 SXM")),
-    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0, 148, 900.0,
-     _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
-    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0, 142, 0.0,
-     _SHARES.format("NVIDIA L40S data sheet")),
-    ("l4",           22.0, 121.0,   0.3,    32.0, 60.5,   48.4, 58, 0.0,
-     _SHARES.format("NVIDIA L4 data sheet")),
-    ("a10g",         22.0, 70.0,    0.6,    32.0, 35.0,   28.0, 80, 0.0,
-     _SHARES.format("NVIDIA A10G data sheet")),
-    ("rtxa6000",     47.5, 154.8,   0.768,  32.0, 77.4,   61.9, 84, 0.0,
-     _SHARES.format("NVIDIA RTX A6000 data sheet")),
-    ("rtx3090",      24.0, 71.0,    0.936,  32.0, 35.5,   28.4, 82, 0.0,
-     _SHARES.format("NVIDIA GA102 white paper")),
-    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1, 128, 0.0,
-     _SHARES.format("NVIDIA Ada white paper")),
-    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8, 170, 0.0,
-     _SHARES.format("NVIDIA Blackwell white paper")),
-    ("mi300x",       192.0, 1307.4, 5.3,    64.0, 392.0,  327.0, 304, 448.0,
-     "AMD Instinct MI300X data sheet; attention assumed at 0.3 (forward) and 0.25 (backward) of "
-     "the peak"),
-)  # fmt: skip
-
-_MAJORS = {"h100": 9, "h200": 9, "mi300x": 9, "b200": 10, "rtx5090": 12}  # others: 8
-
+# gpus.json has data sheet units. Its links to other GPUs are one direction: half of the sum that the
+# data sheets give (NVLink 600, 900, 1800; Infinity Fabric 7 x 128), 0 if GPUs exchange over the host
+# link. The attention backward of Hopper: profiles/rates.
+_ROWS = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
 GPUS = {
     name: Gpu(
-        name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source,
-        processors, peer=peer * 1e9, major=_MAJORS.get(name, 8),
+        name=name,
+        memory_bytes=int(row["gib"] * GiB),
+        peak_flops=row["tflops"] * 1e12,
+        bandwidth=row["tb_s"] * 1e12,
+        link=row["link_gb_s"] * 1e9,
+        attention_forward=row["attention_forward_tflops"] * 1e12,
+        attention_backward=row["attention_backward_tflops"] * 1e12,
+        source=row["source"],
+        processors=row["processors"],
+        peer=row["peer_gb_s"] * 1e9,
+        major=row["major"],
     )
-    for name, gib, tera, tb, link, fwd, bwd, processors, peer, source in _ROWS
-}  # fmt: skip
+    for name, row in _ROWS.items()
+}
 _ALIASES = {
     "a100": "a100-80gb",
     "h100-80gb": "h100",
@@ -188,10 +162,8 @@ def gpu_named(device_name: str) -> Gpu | None:
     if {"pcie", "nvl"} & set(words):  # cards of the same name with lower clocks
         return None
     words = [w for w in words if w not in ("nvidia", "geforce", "amd", "instinct")]
-    rows = [
-        (name.partition("-")[2] in "".join(words), gpu)
-        for name, gpu in GPUS.items()
-        if name.partition("-")[0] in ("".join(words[:1]), "".join(words[:2]))
-    ]
+    whole = "".join(words)
+    names = ("".join(words[:1]), "".join(words[:2]))
+    rows = [gpu for name, gpu in GPUS.items() if name.partition("-")[0] in names]
     # if the card comes with two memories, the row of the memory in its name
-    return max(rows, key=lambda row: row[0])[1] if rows else None
+    return max(rows, key=lambda gpu: gpu.name.partition("-")[2] in whole, default=None)

@@ -22,14 +22,6 @@ def made(preset: str, changes: dict, device, dtype: torch.dtype, tokens: int = 0
     return model_of(config_of(preset, changes, tokens), device, dtype)
 
 
-def made_of(values: dict, device, dtype: torch.dtype) -> nn.Module:
-    """The same from the values of a configuration, model_type among them."""
-    from transformers import AutoConfig
-
-    values = {"use_cache": False} | values
-    return model_of(AutoConfig.for_model(values.pop("model_type"), **values), device, dtype)
-
-
 def model_of(config, device, dtype: torch.dtype) -> nn.Module:
     """The same from a configuration of transformers."""
     from transformers import AutoModelForCausalLM

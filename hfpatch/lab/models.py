@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+from copy import deepcopy
 from pathlib import Path
 
 from hfpatch.lab.presets import MODELS, PRESETS, find_preset, preset_config
@@ -15,66 +16,32 @@ _TOWERS = {
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 
-
 LANGUAGE_TOWER = " (language tower)"  # after a model's name if only this tower is planned
-# Published sizes of models beside the presets, or of their text and image towers.
-_PUBLISHED = {
-    "Qwen/Qwen3.5-9B": {
-        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 4096,
-        "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 262144,
-    },
-    "Qwen/Qwen3-VL-8B": {
-        "model_type": "qwen3_vl", "tie_word_embeddings": False,
-        "text_config": {
-            "model_type": "qwen3_vl_text", "hidden_size": 4096, "intermediate_size": 12288,
-            "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
-        },
-        "vision_config": {
-            "hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16,
-            "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
-            "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24],
-        },
-    },
-}  # fmt: skip
 
 
 def text_config_of(model) -> tuple[str, dict]:
-    """config_of() of the model, or of its language tower if it has several. ValueError as there."""
-    name, values = config_of(model)
-    kind = values.get("model_type")
-    return _language_tower(name, values) if isinstance(kind, str) else (name, values)
+    """config_of() of the model, or of its language tower if it has several. ValueError as there.
 
-
-def _language_tower(name: str, values: dict) -> tuple[str, dict]:
-    """The name and config of the language tower of a model with several towers.
-
-    Other models keep theirs. ValueError for values that make no config.
+    Values that make no config stay as they are: simulate.implementations.build refuses them.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values, kind = dict(values), values["model_type"]
-    if kind not in CONFIG_MAPPING or not CONFIG_MAPPING[kind].sub_configs:
-        return name, values
+    name, values = config_of(model)
     try:
-        made = AutoConfig.for_model(**values)
+        made = AutoConfig.for_model(**deepcopy(values))  # its class writes into nested values
         text = made.get_text_config(decoder=True)
-        told = made.to_dict() if text is made else text.to_dict()
-    except Exception as error:  # each family raises its own class for junk
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise ValueError(
-            f"hfpatch: a {kind} config.json must hold its values, and does not ({reason}). Check "
-            "the file."
-        ) from error
+    except Exception:  # each family raises its own class for junk
+        return name, values
     if text is made:
         return name, values
+    told = text.to_dict()
     inner = told["model_type"]
-    for rope in (told.get("rope_parameters"), told.get("rope_scaling")):
-        if inner in _TOWERS and isinstance(rope, dict):
-            rope.pop("mrope_section", None)  # text rotates all columns by one position
-    return name + LANGUAGE_TOWER, told | {"model_type": _TOWERS.get(inner, inner)}
+    if inner in _TOWERS:
+        told["model_type"] = _TOWERS[inner]
+        for rope in (told.get("rope_parameters"), told.get("rope_scaling")):
+            if isinstance(rope, dict):
+                rope.pop("mrope_section", None)  # text rotates all columns by one position
+    return name + LANGUAGE_TOWER, told
 
 
 def with_images(values: dict):
@@ -104,13 +71,12 @@ def config_of(model) -> tuple[str, dict]:
         return model.get("_name_or_path") or model.get("model_type", "model"), model
     if not isinstance(model, (str, os.PathLike)):
         config = getattr(model, "config", model)
-        if not hasattr(config, "to_dict") and not hasattr(config, "__dict__"):
+        if not hasattr(config, "to_dict"):
             raise ValueError(
                 "hfpatch: the model must be a name, a config or a model, got "
                 f"{type(model).__name__}. Pass what `hfpatch plan` takes."
             )
-        values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-        return getattr(config, "_name_or_path", "") or "model", values
+        return getattr(config, "_name_or_path", "") or "model", config.to_dict()
     name = os.fspath(model)
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
@@ -119,9 +85,6 @@ def config_of(model) -> tuple[str, dict]:
         if not values.get("model_type"):
             raise ValueError(f"hfpatch: {path} lacks model_type. Pass a model's whole config.json.")
         return name, values
-    known = name.removesuffix("-Instruct").removesuffix("-Thinking")
-    if known in _PUBLISHED:
-        return known, _PUBLISHED[known]
     if find_preset(name) is not None:
         values = preset_config(name)
         return values.get("_name_or_path", find_preset(name)), values
@@ -152,7 +115,7 @@ def nearest(name: str, count: int = 3) -> list[str]:
 def read_config(path: Path) -> dict:
     """The values of a config.json. ValueError for a file without a JSON object."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(), object_hook=_number)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"hfpatch: {path} must be JSON. Pass the model's folder.") from None
     if not isinstance(values, dict):
@@ -160,30 +123,20 @@ def read_config(path: Path) -> dict:
             f"hfpatch: {path} must hold one JSON object, got a {type(values).__name__}. Pass the "
             "model's folder."
         )
-    return _numbers(values)
+    return values
 
 
-def _numbers(value):
-    """The value, with each {"__float__": "Infinity"} of transformers replaced by its number."""
-    if isinstance(value, list):
-        return [_numbers(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"__float__"}:
-        return float(value["__float__"])
-    return {name: _numbers(one) for name, one in value.items()}
+def _number(values: dict):
+    """The number of transformers' {"__float__": "Infinity"}; others stay as they are."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def hub_config(name: str) -> dict:
     """The config.json of a model in the local cache or on the hub. Otherwise a ValueError says what
     to fetch.
     """
-    try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    except ImportError:
-        raise ValueError(
-            f"hfpatch: {name!r} is no preset, and huggingface_hub is missing. Pass a config.json."
-        ) from None
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
     try:
         return read_config(Path(hf_hub_download(name, "config.json", local_files_only=True)))
     except (OSError, ValueError):

@@ -7,7 +7,8 @@ from hfpatch.lab.hardware import ATTENTION_RAMP, Gpu
 # Rows and columns of the output block that one processor computes at a time, and the part of a
 # block's time for which a launch waits for its last block (list scheduling wastes at most one,
 # Graham 1969; half a block is assumed).
-BLOCK, BLOCK_ROWS, TAIL_SHARE = 128, 128, 0.5
+BLOCK = 128
+TAIL_SHARE = 0.5
 
 
 def matmul_seconds(

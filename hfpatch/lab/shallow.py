@@ -1,9 +1,11 @@
 """A model as a plan sees it: made without memory, in the few depths that are simulated, and its
 sizes, counted on the model itself."""
 
+import copy
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 
 import torch
 from torch import nn
@@ -16,7 +18,9 @@ from hfpatch.lab.compat import carries_states
 from hfpatch.lab.simulate.adapters import PACKED, adapted
 from hfpatch.lab.simulate.implementations import build, prepare
 
-STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
+STOCK = "stock"
+STOCK_CHECKPOINTING = "stock-checkpointing"
+UNTILED = "off"
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
 
 
@@ -38,19 +42,26 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return list_of_layers(decoder.stack)
 
 
-def trained_bytes_of(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-
-
 def _count(parameters) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def _held(module: nn.Module, trained=False) -> int:
+def _bytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def trained_bytes_of(module: nn.Module) -> int:
+    return _bytes(p for p in module.parameters() if p.requires_grad)
+
+
+def _held(module: nn.Module) -> int:
     """Bytes of parameters, with the scales of packed weights."""
     packed = (m for m in module.modules() if isinstance(m, tuple(PACKED.values())))
-    tensors = [*module.parameters(), *(b for m in packed for b in m.buffers())]
-    return sum(t.numel() * t.element_size() for t in tensors if trained or not t.requires_grad)
+    return _bytes([*module.parameters(), *(b for m in packed for b in m.buffers())])
+
+
+def _frozen(module: nn.Module) -> int:
+    return _held(module) - trained_bytes_of(module)
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,6 @@ class Sizes:
     carries_states: bool
     num_heads: int
     num_kv_heads: int
-    head_dim: int
     ranks: int = 1
 
 
@@ -109,12 +119,16 @@ class Model:
     """
 
     def __init__(self, config: Values, adapters: Adapters | None = None, wide: bool = False):
-        self.config, self.adapters, self.wide = config, adapters, wide
+        self.config = config
+        self.adapters = adapters
+        self.wide = wide
         self.stock = self._build()
         layers = layers_of(self.stock)
         kinds = [(kind_of(m), [(n, p.shape) for n, p in m.named_parameters()]) for m in layers]
-        self.layers, (self.first, self.period) = len(kinds), _pattern(kinds)
-        self.cut, self.sizes = cache(self.cut), self._sizes()
+        self.layers = len(kinds)
+        self.first, self.period = _pattern(kinds)
+        self.cut = cache(self.cut)
+        self.sizes = self._sizes()
 
     def _build(self) -> nn.Module:
         return build(self.config, torch.float32 if self.wide else torch.bfloat16)
@@ -129,45 +143,50 @@ class Model:
 
     def cut(self, layers: int, implementation: str = "") -> nn.Module:
         """The model with its first layers alone, turned into one of IMPLEMENTATIONS."""
-        model = self._counted.pop(layers, None) if implementation else None
-        if model is None:
-            model = self._build()
-            del layers_of(model)[layers:]
-            model = adapted(model, self.adapters) if self.adapters else model
-        return prepare(model, implementation) if implementation else model
+        if implementation:
+            return prepare(copy.deepcopy(self.cut(layers)), implementation)
+        model = self._build()
+        del layers_of(model)[layers:]
+        return adapted(model, self.adapters) if self.adapters else model
 
     def _sizes(self) -> Sizes:
         fewer, period = self.depths()
-        self._counted = {fewer: self.cut(fewer)}  # the first implementation takes them over
-        small = self._counted[fewer]
-        one, own = layers_of(small), layers_of(self.stock)
-        more = self._counted[fewer + period] = self.cut(fewer + period) if period else small
+        few = self.cut(fewer)
+        more = self.cut(fewer + period)
         times = (self.layers - fewer) // period if period else 0
-        onward = lambda read: read(small) + times * (read(more) - read(small))  # noqa: E731
-        base, head = self.stock, getattr(small.config, "num_attention_heads", 1)
-        linears: dict = {}
-        for m in own.modules():
-            if isinstance(m, nn.Linear):
-                key = m.in_features, m.out_features
-                linears[key] = linears.get(key, 0) + 1
-        read = partial(getattr, small.config)
-        states = carries_states(type(find_decoder(small).stack))
+
+        def onward(read) -> int:
+            """A number of all layers, from that of few."""
+            return read(few) + times * (read(more) - read(few))
+
+        own = layers_of(self.stock)
+        linears = (m for m in own.modules() if isinstance(m, nn.Linear))
+        matrices = Counter((m.in_features, m.out_features) for m in linears)
+        embedding = self.stock.get_input_embeddings()
+        heads = getattr(few.config, "num_attention_heads", 1)
         return Sizes(
-            _count(base.parameters()), max(_count(m.parameters()) for m in own),
-            _count(own.parameters()), _count(base.get_input_embeddings().parameters()),
-            self.layers, self.adapters,
-            onward(lambda m: _count(p for p in m.parameters() if p.requires_grad)),
-            onward(trained_bytes_of), onward(lambda m: _held(m, trained=True)),
-            onward(lambda m: sum(map(_held, layers_of(m)))), max(map(_held, one)),
-            tuple(linears.items()), tuple(base.get_input_embeddings().weight.shape), states, head,
-            read("num_key_value_heads", None) or head,
-            max((getattr(m, "head_dim", None) or 1 for m in small.modules()), default=1),
-        )  # fmt: skip
+            parameters=_count(self.stock.parameters()),
+            layer_parameters=max(_count(m.parameters()) for m in own),
+            body_parameters=_count(own.parameters()),
+            embedding_parameters=_count(embedding.parameters()),
+            num_layers=self.layers,
+            adapters=self.adapters,
+            trained_parameters=onward(
+                lambda m: _count(p for p in m.parameters() if p.requires_grad)
+            ),
+            trained_bytes=onward(trained_bytes_of),
+            nbytes=onward(_held),
+            frozen=onward(lambda m: sum(map(_frozen, layers_of(m)))),
+            frozen_layer=max(map(_frozen, layers_of(few))),
+            matrices=tuple(matrices.items()),
+            embedding=tuple(embedding.weight.shape),
+            carries_states=carries_states(type(find_decoder(few).stack)),
+            num_heads=heads,
+            num_kv_heads=getattr(few.config, "num_key_value_heads", None) or heads,
+        )
 
 
-@lru_cache(maxsize=8)
-def model_of(config: Values, adapters: Adapters | None = None, wide: bool = False) -> Model:
-    return Model(config, adapters, wide)
+model_of = lru_cache(maxsize=8)(Model)
 
 
 def shared(sizes: Sizes, sp_size: int, gpus: int) -> Sizes:
@@ -178,7 +197,8 @@ def shared(sizes: Sizes, sp_size: int, gpus: int) -> Sizes:
             f"hfpatch: --sp-size must divide --gpus, got {sp_size} and {gpus}. Pass a divisor of "
             f"{gpus}."
         )
-    heads = sizes.num_heads, sizes.num_kv_heads
-    if heads[0] > 1 and (why := why_not_shared_out(*heads, sp_size)):  # 1: it has no attention
-        raise ValueError(f"hfpatch: {why}. Pass another --sp-size.")
+    if sizes.num_heads > 1:  # 1: it has no attention
+        why = why_not_shared_out(sizes.num_heads, sizes.num_kv_heads, sp_size)
+        if why:
+            raise ValueError(f"hfpatch: {why}. Pass another --sp-size.")
     return replace(sizes, ranks=sp_size)

@@ -3,7 +3,6 @@
 from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.shallow import trained_bytes_of
-from hfpatch.lab.simulate.follow import Follower
 from hfpatch.layer.gauge import Counters
 from hfpatch.layer.meter import COPIES, Meter
 from hfpatch.layer.traits import layers_in
@@ -13,14 +12,20 @@ class LedgerGauge:
     """What layer/gauge.py reads of a card, read of the followed storages instead.
 
     Attributes:
-        timer: the ClockDevice.
+        timer: the ClockDevice, with the follower of the storages.
         missing: bytes of the gradients of layers that the step does not have, once it went back
             through its last layer.
     """
 
-    def __init__(self, clock, follower: Follower):
-        self.device, self.timer, self.follower = clock.device, clock, follower
-        self.missing = self.top = 0
+    def __init__(self, clock):
+        self.device = clock.device
+        self.timer = clock
+        self.missing = 0
+        self.top = 0
+
+    @property
+    def follower(self):
+        return self.timer.follower
 
     def read(self) -> Counters:
         now = self.follower.alive + self.missing
@@ -49,7 +54,9 @@ class StepMeter(Meter):
 
     def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: tuple):
         super().__init__(gauge, model.parameters, len(layers_in(model)))
-        self.gradients, self.kinds, self.able = gradients, kinds, Abilities()
+        self.gradients = gradients
+        self.kinds = kinds
+        self.able = Abilities()
         self.ahead = ahead
         self.own = min(gradients, trained_bytes_of(model))
 

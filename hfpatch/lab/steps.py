@@ -2,7 +2,7 @@
 long rows, a few lengths, carried on to all layers and tokens."""
 
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import ALL, Checkpointing
 from hfpatch.lab.clock import DOWN, EXCHANGES, UP, run_on_clock
 from hfpatch.lab.compat import for_now
+from hfpatch.lab.device import one_line
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.shallow import (
     IMPLEMENTATIONS,
@@ -83,7 +84,9 @@ class Cost:
     able: Abilities | None = None
 
 
-MEASURED = "stands", "loss", "after", "tiled", "passed"
+# Fields of a Cost that grow with the layers.
+COUNTED = ("host", "forward", "backward", "up", "down", "flops", "model", "rows")
+MEASURED = ("stands", "loss", "after", "tiled", "passed")
 
 
 class _Ran(NamedTuple):
@@ -104,7 +107,10 @@ class Steps:
     """
 
     def __init__(self, model: Model, sizes: Sizes, gpu: Gpu, batch: int, accumulates: bool = False):
-        self.model, self.sizes, self.gpu, self.batch = model, sizes, gpu, batch
+        self.model = model
+        self.sizes = sizes
+        self.gpu = gpu
+        self.batch = batch
         self.accumulates = accumulates
         self.kinds: dict = {}  # budget.measured.Kind by name, as a run's meter has them
         self._ran = lru_cache(maxsize=None)(self._ran)
@@ -124,9 +130,12 @@ class Steps:
         """
         if not self.carried_on(tokens, policy):
             return self._of_all_layers(tokens, policy, None, ahead, deep)
-        heads_, keys, ranks = self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.ranks
+        sizes = self.sizes
         width = heads_per_group(
-            self.batch, tokens * ranks, max(1, heads_ // ranks), max(1, keys // ranks)
+            self.batch,
+            tokens * sizes.ranks,
+            max(1, sizes.num_heads // sizes.ranks),
+            max(1, sizes.num_kv_heads // sizes.ranks),
         )
         first = max(3, -(-LEAST // policy.tile))
         shorter = [n * policy.tile // self.batch for n in (first, first + 1, first + 2)]
@@ -134,13 +143,8 @@ class Steps:
         steps = [step(n) for n in shorter[:2]]
         if steps[0].rows:  # a mixer of whole rows may hold a mask, whose bend takes a third length
             steps.append(step(shorter[2]))
-        table = self.sizes.embedding if self.batch == 1 else (0, 0)
+        table = sizes.embedding if self.batch == 1 else (0, 0)
         return _carried_on(steps, shorter[: len(steps)], tokens, table)
-
-    def ran(self, tokens: int, word: str, layers: int) -> dict:
-        """Seconds by part of a step of a few layers that run untiled."""
-        numbers = self._ran(tokens, None, FREE, word, layers, 0).numbers
-        return {key[1]: value for key, value in numbers.items() if key[0] == "seconds"}
 
     def try_keeping_all(self, tokens: int, policy: Checkpointing, ahead: tuple) -> None:
         """Measures what a layer of each kind keeps that keeps all."""
@@ -161,77 +165,87 @@ class Steps:
         """
         L = self.model.layers
 
-        def run(policy, layers: int, plain: int) -> _Ran:
+        def run(policy, layers: int, plain: int = 0) -> _Ran:
             room = ahead if plain else (ahead[0], None)
             return self._ran(tokens, width, room, policy, layers, plain)
 
         if not isinstance(policy, Checkpointing):
             depth, period = self.model.depths()
-            base, more = run(policy, depth, 0), run(policy, depth + period, 0)
+            base = run(policy, depth)
+            more = run(policy, depth + period)
             return self._cost_of(base, [(base, more, (L - depth) / max(1, period))])
+
+        # [Step 1] The layers of each sort, and how many of them the base step has.
         streams = policy.frozen_weights == "host"
         shallow, period = self.model.depths(policy.every, 3 if streams else 2)
         full = replace(policy, plain=0, keep=policy.keep if policy.keep <= 0 else ALL)
         plain = min(policy.plain, L)
         again = max(0, L - plain - policy.keep) if policy.keep > 0 else 0
-        kept_here = (plain - 1) % period + 1 if plain and period else plain
         depth = L
-        if period:
-            depth = min(L, shallow + (kept_here > 0) * period)
-        if plain == L and period:
-            kept_here = depth = shallow
+        kept_here = plain
+        if period and plain == L:
+            depth = kept_here = shallow
+        elif period:
+            kept_here = (plain - 1) % period + 1 if plain else 0
+            depth = min(L, shallow + (period if plain else 0))
+
+        # [Step 2] The base step.
         base = run(full, depth, kept_here)
         if not deep and policy.offload != "gpu":
             found = self._cost_of(base, [])
             host = found.host * L // max(1, depth - kept_here)  # at most
             return replace(found, host=host, passed=found.passed * L / depth)
-        if depth == L and again:
-            base = run(replace(full, keep=policy.keep), depth, kept_here)
-        grow = []
-        if depth < L:
-            tiled, deeper = L - depth - (plain - kept_here), shallow + period
-            # a tiled layer takes the same bytes and seconds beside others that keep everything
-            if tiled != again:
-                one, two = run(full, shallow, 0), run(full, deeper, 0)
-                grow.append((one, two, (tiled - again) / period))
+        if depth == L:
             if again:
-                one, two = run(full, shallow, 0), run(replace(full, keep=shallow), deeper, 0)
-                grow.append((one, two, again / period))
-            if plain > kept_here:
-                pair = (run(full, shallow, 0), base)
-                if kept_here < period or kept_here == depth:  # a part of a period, or no others
-                    pair = (base, run(full, depth + period, kept_here + period))
-                grow.append((*pair, (plain - kept_here) / period))
+                base = run(replace(full, keep=policy.keep), depth, kept_here)
+            return self._cost_of(base, [])
+
+        # [Step 3] What the other layers add. A tiled layer takes the same bytes and seconds beside
+        # others that keep everything.
+        grow = []
+        tiled = L - depth - (plain - kept_here)
+        deeper = shallow + period
+        if tiled != again:
+            grow.append((run(full, shallow), run(full, deeper), (tiled - again) / period))
+        if again:
+            kept = run(replace(full, keep=shallow), deeper)
+            grow.append((run(full, shallow), kept, again / period))
+        if plain > kept_here:
+            pair = (run(full, shallow), base)
+            if kept_here < period or kept_here == depth:  # a part of a period, or no others
+                pair = (base, run(full, depth + period, kept_here + period))
+            grow.append((*pair, (plain - kept_here) / period))
         return self._cost_of(base, grow)
 
     def _ran(self, tokens: int, width, ahead, policy, layers: int, plain: int) -> _Ran:
         tiled = isinstance(policy, Checkpointing)
-        policy = replace(policy, plain=plain) if tiled else policy
-        how = {
-            "ranks": self.sizes.ranks, "kinds": self.kinds, "ahead": ahead,
-            "gradients": 0 if self.accumulates else self.sizes.trained_bytes,
-            "accumulates": self.accumulates,
-            "most_operations": max(OPERATIONS, self.batch * tokens),
-        }  # fmt: skip
-        model = self.model.cut(layers, "hfpatch" if tiled else IMPLEMENTATIONS[policy])
-        wide, sizes = self.model.wide, {"batch": self.batch, "seq_len": tokens}
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16) if wide else nullcontext()
+        implementation = "hfpatch" if tiled else IMPLEMENTATIONS[policy]
+        model = self.model.cut(layers, implementation)
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.model.wide)
         try:
             with _groups_of_width(width), autocast:
                 found, clock, follower = run_on_clock(
-                    model, self.gpu, policy if tiled else None, **sizes, **how
+                    model,
+                    self.gpu,
+                    replace(policy, plain=plain) if tiled else None,
+                    batch=self.batch,
+                    seq_len=tokens,
+                    ranks=self.sizes.ranks,
+                    kinds=self.kinds,
+                    ahead=ahead,
+                    gradients=0 if self.accumulates else self.sizes.trained_bytes,
+                    accumulates=self.accumulates,
+                    most_operations=max(OPERATIONS, self.batch * tokens),
                 )
         except Exception as error:  # a family's own forward may raise anything
             if str(error).startswith("hfpatch: "):
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
             raise ValueError(
                 f"hfpatch: the model must run on [{self.batch}, {tokens}] tokens, and does not "
-                f"({reason}). Take a shorter length, or another model."
+                f"({one_line(error)}). Take a shorter length, or another model."
             ) from error
-        fused = tiled or IMPLEMENTATIONS[policy] == "hfpatch-off"
-        rows = self.batch * tokens
-        return _read(found, clock, follower, model, self.model, rows, fused)
+        fused = implementation.startswith("hfpatch")
+        return _read(found, clock, follower, model, self.model, self.batch * tokens, fused)
 
     def _cost_of(self, base: _Ran, grow: list) -> Cost:
         """grow: (shallow, deeper, times): the layers of the model that the base lacks, as often as
@@ -246,54 +260,60 @@ class Steps:
             Moment(f"{at}, at the end", g + missing, b) for at, (g, b) in base.late.items() if b
         ]
         moments += [Moment(at, g, b + further) for at, (g, b) in base.early.items()]
-        # waits are not linear where copies just hide
-        named = lambda kind: {k[1]: max(v, 0) for k, v in numbers.items() if k[0] == kind}  # noqa: E731
-        plain = ("host", "forward", "backward", "up", "down", "flops", "model", "rows")
-        taken = {name: numbers[name] for name in plain}
-        taken |= {name: max(0.0, numbers[name]) for name in MEASURED}
-        taken["host"] = int(taken["host"])
-        return Cost(
-            tuple(moments), seconds=named("seconds"), whole=named("whole"), **taken, **base.meter
-        )
+        fields = {name: numbers[name] for name in COUNTED}
+        fields["host"] = int(fields["host"])
+        # Waits are not linear where copies just hide.
+        fields |= {name: max(0.0, numbers[name]) for name in MEASURED}
+        for parts in ("seconds", "whole"):
+            named = (key for key in numbers if key[0] == parts)
+            fields[parts] = {key[1]: max(0, numbers[key]) for key in named}
+        return Cost(tuple(moments), **fields, **base.meter)
 
 
 def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -> _Ran:
     """The numbers and peaks of a simulated step."""
-    begins, end = follower.begins, clock.compute.now
-    waited = clock.waited
-    seconds: Counter = Counter({"copy_wait": waited[UP], "exchange": waited[EXCHANGES]})
-    for (turn, what), spent in follower.parts.items():
-        seconds[what] += spent if turn != "setup" else 0.0
-    forward, backward = begins["backward"] - begins["forward"], end - begins["backward"]
+    forward = follower.begins["backward"] - follower.begins["forward"]
+    backward = clock.compute.now - follower.begins["backward"]
+
+    seconds = Counter({"copy_wait": clock.waited[UP], "exchange": clock.waited[EXCHANGES]})
+    for (phase, part), spent in follower.parts.items():
+        seconds[part] += spent if phase != "setup" else 0.0
     seconds["python_wait"] = max(0.0, forward + backward - sum(seconds.values()))
-    matmul, attention = found.flops["matmul"], found.flops["attention"]
+
+    matmul = found.flops["matmul"]
+    attention = found.flops["attention"]
     # A fused loss makes the head's gradients in its forward.
     head = model.get_output_embeddings().weight
     products = 2 * rows * head.numel()
-    inside = matmul.get("forward", 0) - products * (fused and 2 + head.requires_grad or 1)
+    times = 2 + head.requires_grad if fused else 1
+    inside = matmul.get("forward", 0) - products * times
     once = 3 * attention.get("backward", 0) / 2.5
-    model_flops = (2 if asked.adapters else 3) * (inside + products) + once
-    bottom = sum(trained_bytes_of(m) for m in layers_of(model)[: asked.first + asked.period])
-    bottom += trained_bytes_of(model.get_input_embeddings())
+
     blocks = found.ledger.blocks
     streamed = sum(b.nbytes for b in blocks if b.host and b.category == "parameters")
     numbers = Counter({
         "kept": kept_bytes(found.ledger), "trained": trained_bytes_of(model),
         "host": found.host_peak_bytes - streamed, "forward": forward, "backward": backward,
-        "up": clock.carried[UP], "down": clock.carried[DOWN], "model": model_flops,
-        "flops": sum(matmul.values()) + sum(attention.values()), "rows": found.rows,
+        "up": clock.carried[UP], "down": clock.carried[DOWN], "rows": found.rows,
+        "model": (2 if asked.adapters else 3) * (inside + products) + once,
+        "flops": sum(matmul.values()) + sum(attention.values()),
     })  # fmt: skip
     numbers.update({("whole", why): n for why, n in found.whole.items()})
-    for part, spent in seconds.items():
-        numbers["seconds", part] = spent
-    meter, measured = follower.meter, {}
-    if (step := meter.step) is not None and step.key in meter.calls:
-        call = meter.calls[step.key]
+    numbers.update({("seconds", part): spent for part, spent in seconds.items()})
+
+    meter = follower.meter
+    step = meter.step
+    measured = {}
+    if step is not None and step.forward.ends is not None:
+        call = step.call
         for name in ("stands", "loss", "after", "tiled"):
             numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
         numbers["passed"] = step.forward.clocks[1] - step.forward.clocks[0]
         measured = {"exact": step.backward.exact, "kinds": tuple(call.kinds), "able": meter.able}
-    return _Ran(numbers, *moments_of(found.ledger, bottom), measured)
+    bottom = sum(trained_bytes_of(m) for m in layers_of(model)[: asked.first + asked.period])
+    bottom += trained_bytes_of(model.get_input_embeddings())
+    early, late = moments_of(found.ledger, bottom)
+    return _Ran(numbers, early, late, measured)
 
 
 def onward(x: float, y: float, z: float, beyond: float, bends: bool) -> float:
@@ -318,37 +338,43 @@ def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     """
     vocabulary, width = table
     full = 4 * width * max(0, tokens - max(vocabulary, lengths[-1]))
-    (a, *_), (b, c), (two, three) = costs, costs[-2:], lengths[-2:]
+    a = costs[0]
+    b, c = costs[-2:]
+    two, three = lengths[-2:]
     tile = three - two
     beyond = (tokens - three) / tile
 
-    def further(x, y, z):
+    def further(x, y, z) -> int:
         return round(onward(2 * y - z if a is b else x, y, z, beyond, bool(c.rows)))
 
-    def curve(x, y):
+    def straight(y, z) -> float:
+        return z + beyond * max(0.0, z - y)
+
+    def curve(x, y) -> float:
         square = (y / three - x / two) / tile
         return (x / two - square * two) * tokens + square * tokens**2
 
-    before, between = ({m.name: m.beyond for m in cost.moments} for cost in (a, b))
+    before = {m.name: m.beyond for m in a.moments}
+    between = {m.name: m.beyond for m in b.moments}
     moments = []
     for m in c.moments:
         y = between.get(m.name, m.beyond)
         grown = further(before.get(m.name, y), y, m.beyond)
-        moments.append(m._replace(beyond=grown - full * ("embedding_dense_backward" in m.name)))
-    counted = "host", "up", "down", "stands", "loss", "after", "tiled"
-    bytes_ = {n: further(*(getattr(x, n) for x in (a, b, c))) for n in counted}
-    grown = {n: curve(getattr(b, n), getattr(c, n)) for n in ("flops", "model")}
-    straight = lambda y, z: z + beyond * max(0.0, z - y)  # noqa: E731
-    waits = ("copy_wait", "python_wait")
-    seconds = {
-        n: (straight if n in waits else curve)(b.seconds[n], v) for n, v in c.seconds.items()
-    }
+        if "embedding_dense_backward" in m.name:
+            grown -= full
+        moments.append(m._replace(beyond=grown))
+    fields = {n: curve(getattr(b, n), getattr(c, n)) for n in ("flops", "model")}
+    for n in ("host", "up", "down", "stands", "loss", "after", "tiled"):
+        fields[n] = further(getattr(a, n), getattr(b, n), getattr(c, n))
+    seconds = {}
+    for part, spent in c.seconds.items():
+        way = straight if part in ("copy_wait", "python_wait") else curve
+        seconds[part] = way(b.seconds[part], spent)
     share = sum(seconds.values()) / sum(c.seconds.values())
-    passes = {n: share * getattr(c, n) for n in ("forward", "backward", "passed")}
-    return replace(c, moments=tuple(moments), seconds=seconds, **bytes_, **grown, **passes)
+    fields |= {n: share * getattr(c, n) for n in ("forward", "backward", "passed")}
+    return replace(c, moments=tuple(moments), seconds=seconds, **fields)
 
 
-@contextmanager
 def _groups_of_width(width: int | None):
     """A context for steps of shorter lengths. As at the full length, attention takes `width` KV
     heads a group. None changes nothing.
@@ -358,5 +384,4 @@ def _groups_of_width(width: int | None):
     def group(B: int, T: int, H: int, K: int) -> int:
         return groups(B, T, H, K) if K % width else width
 
-    with nullcontext() if width is None else for_now(heads, heads_per_group=group):
-        yield
+    return nullcontext() if width is None else for_now(heads, heads_per_group=group)

@@ -33,13 +33,13 @@ def exact_loss(
 ):
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits, target = logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1)
-    if num_items_in_batch is None:
-        return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index)
-    return (
-        nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
-        / num_items_in_batch
+    target = shift_labels.reshape(-1)
+    total = nn.functional.cross_entropy(
+        logits.reshape(target.numel(), -1), target, ignore_index=ignore_index, reduction="sum"
     )
+    if num_items_in_batch is None:
+        num_items_in_batch = (target != ignore_index).sum()
+    return total / num_items_in_batch
 
 
 def with_exact_norms(model: nn.Module) -> nn.Module:

@@ -91,48 +91,27 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
     Examples:
         >>> print(hfpatch.verify(model, {"input_ids": ids, "labels": labels}))
     """
-    _expect_decoder(model)
-    return _compared(model, _batch(model, batch))
-
-
-def _expect_decoder(model: nn.Module) -> None:
     if any(is_shard(p) or local_part(p) is not p for p in model.parameters()):
-        why = "parameters must be whole, and some are sharded"
-        raise ValueError(f"hfpatch: {why}. Call verify() before an engine wraps the model.")
+        raise ValueError(
+            "hfpatch: parameters must be whole, and some are sharded. Call verify() before an engine "
+            "wraps the model."
+        )
     if find_decoder(model) is None:
         raise ValueError(
             "hfpatch: the model must have a list of decoder layers, and none was found in "
             f"{type(model).__name__}. Pass a causal language model of transformers."
         )
-
-
-def _batch(model: nn.Module, batch: Mapping) -> dict:
-    """The batch on the model's device, with labels."""
-    device = next(model.parameters()).device
-    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    if batch.get("input_ids") is None and batch.get("inputs_embeds") is None:
-        came = ", ".join(batch) or "an empty batch"
-        raise ValueError(
-            f"hfpatch: the batch must have input_ids or inputs_embeds, got {came}. Name the tokens "
-            "so."
-        )
-    if batch.get("labels") is None:
-        if batch.get("input_ids") is None:
-            raise ValueError("hfpatch: inputs_embeds need labels, got none. Add them.")
-        batch["labels"] = batch["input_ids"]
-    if batch.get("inputs_embeds") is None and not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("hfpatch: some parameters must train, and all are frozen. Unfreeze some.")
-    return {"use_cache": False, **batch}
-
-
-def _compared(model: nn.Module, batch: dict) -> Verified:
+    batch = _batch(model, batch)
     with _copied(model) as stock:
-        wanted = _step(stock, batch)
         # On the host: the device holds the gradients of one step at a time.
-        wanted = {name: g.cpu() for name, g in wanted.items()}
+        wanted = {name: g.cpu() for name, g in _step(stock, batch).items()}
         rounding = Rounding(stock)
         noisy = _step(stock, batch)
-    rounding.expect_layers(find_decoder(stock))
+    if not rounding.step:  # both runs were of the model
+        raise ValueError(
+            "hfpatch: the model's copy must run its own layers, and its forward runs another's. "
+            "Remove what wraps model.forward (accelerator.unwrap_model) and call verify() again."
+        )
     noise = {name: _distance(noisy[name], g) for name, g in wanted.items()}
     del noisy, stock
     with _copied(model, patched=True) as ours:
@@ -158,6 +137,24 @@ def _compared(model: nn.Module, batch: dict) -> Verified:
     )
 
 
+def _batch(model: nn.Module, batch: Mapping) -> dict:
+    """The batch on the model's device, with labels."""
+    device = next(model.parameters()).device
+    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    if batch.get("input_ids") is None and batch.get("inputs_embeds") is None:
+        raise ValueError(
+            "hfpatch: the batch must have input_ids or inputs_embeds, got "
+            f"{', '.join(batch) or 'an empty batch'}. Name the tokens so."
+        )
+    if batch.get("labels") is None:
+        if batch.get("input_ids") is None:
+            raise ValueError("hfpatch: inputs_embeds need labels, got none. Add them.")
+        batch["labels"] = batch["input_ids"]
+    if batch.get("inputs_embeds") is None and not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("hfpatch: some parameters must train, and all are frozen. Unfreeze some.")
+    return {"use_cache": False, **batch}
+
+
 @contextmanager
 def _copied(model: nn.Module, patched: bool = False):
     """A context with a copy of the modules, without dropout, that shares the model's parameters.
@@ -166,10 +163,9 @@ def _copied(model: nn.Module, patched: bool = False):
     try:
         made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     except TypeError as error:  # a lock, a file, a generator among its attributes
-        why = (
+        raise ValueError(
             f"hfpatch: the model must be one that can be copied, and has {error}. Remove it first."
-        )
-        raise ValueError(why) from error
+        ) from error
     asked = next((s.keywords for m in made.modules() if (s := vars(m).get("_hfpatch_beside"))), {})
     waiting = any(runtime.weights.on for runtime in runtimes_in(model))
     undo(made)
@@ -217,11 +213,10 @@ def _distance(got: Tensor, wanted: Tensor) -> float:
     """|got - wanted| / |wanted|; 0 if both are zero."""
     off = size = 0.0
     for a, b in zip(got.flatten().split(CHUNK), wanted.flatten().split(CHUNK)):
-        a, b = a.double(), b.to(a.device).double()
-        off, size = off + (a - b).square().sum(), size + b.square().sum()
-    if off == 0:
-        return 0.0
-    return (off / size).sqrt().item()
+        b = b.to(a.device).double()
+        off += (a.double() - b).square().sum()
+        size += b.square().sum()
+    return (off / size).sqrt().item() if off else 0.0
 
 
 class Rounding:
@@ -231,30 +226,24 @@ class Rounding:
     """
 
     def __init__(self, model: nn.Module):
-        self.step, self.dtype, self.ran = 0.0, "", set()
+        self.step = 0.0
+        self.dtype = ""
         self.generators: dict[torch.device, torch.Generator] = {}
         for module in model.modules():
             if not any(True for _ in module.children()):
                 module.register_forward_hook(self._moved)
 
     def _moved(self, module, args, out):
-        self.ran.add(module)
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return None
         # A rounding step, relative to the value; at least float32's.
         step = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
         if step > self.step:
-            self.step, self.dtype = step, str(out.dtype).removeprefix("torch.")
+            self.step = step
+            self.dtype = str(out.dtype).removeprefix("torch.")
         if out.device not in self.generators:
             self.generators[out.device] = torch.Generator(out.device).manual_seed(0)
         return _Moved.apply(out, step, self.generators[out.device])
-
-    def expect_layers(self, decoder) -> None:
-        """ValueError if the copy did not run its own modules; both runs would be of the model."""
-        if not self.ran.intersection(decoder.layers[0].modules()):
-            why = "the model's copy must run its own layers, and its forward runs another's"
-            fix = "Remove what wraps model.forward (accelerator.unwrap_model)"
-            raise ValueError(f"hfpatch: {why}. {fix} and call verify() again.")
 
 
 class _Moved(torch.autograd.Function):
@@ -263,12 +252,12 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, step, generator):
-        ctx.step, ctx.generator = step, generator
+        ctx.noise = (step, generator)
         return _moved(x, step, generator)
 
     @staticmethod
     def backward(ctx, dy):
-        return _moved(dy, ctx.step, ctx.generator), None, None
+        return _moved(dy, *ctx.noise), None, None
 
 
 def _moved(x: Tensor, step: float, generator: torch.Generator) -> Tensor:

@@ -6,19 +6,14 @@ import torch
 
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.layer.traits import runtimes_in
-from hfpatch.store.pool import HostPool
 
 GiB = 1 << 30
 
 
-def pools(model) -> list[HostPool]:
-    """The host memory of a model's runtimes."""
-    return [one.transfers.pool for one in runtimes_in(model) if one.transfers is not None]
-
-
 def pinned_bytes(model) -> int:
     """Pinned host memory: the runtimes', and the caching host allocator's at its highest."""
-    total = sum(pool.bytes_held for pool in pools(model) if pool.pinned)
+    moved = (one.transfers for one in runtimes_in(model) if one.transfers is not None)
+    total = sum(one.pool.bytes_held for one in moved if one.pool.pinned)
     if torch.cuda.is_available():
         total += torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
     return total
@@ -31,20 +26,17 @@ def policy_used(model) -> Checkpointing | None:
 
 
 @contextmanager
-def module_calls(before, after=None):
+def module_calls(before, after=lambda module: None):
     """A context in which before(module, args) and after(module) run around every module's call.
 
     after runs also if the call raises (a checkpoint's stop, an out-of-memory error). The hooks are
     global: hooks on the modules would change them.
     """
     hooks = torch.nn.modules.module
-    handles = [hooks.register_module_forward_pre_hook(before)]
-    if after is not None:
-        handles.append(
-            hooks.register_module_forward_hook(lambda module, *_: after(module), always_call=True)
-        )
+    entered = hooks.register_module_forward_pre_hook(before)
+    left = hooks.register_module_forward_hook(lambda module, *_: after(module), always_call=True)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        entered.remove()
+        left.remove()

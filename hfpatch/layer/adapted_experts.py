@@ -70,8 +70,11 @@ def _forward(chain: list, base: nn.Module, x: Tensor, *args, **kwargs) -> Tensor
     if factors is None:
         return type(chain[0]).forward(chain[0], x, *args, **kwargs)
     none = (None, None)
-    first, second = factors.get("gate_up_proj", none), factors.get("down_proj", none)
-    return base(x, *args, weights=weights, first=first, second=second)
+    adapters = {
+        "first": factors.get("gate_up_proj", none),
+        "second": factors.get("down_proj", none),
+    }
+    return base(x, *args, weights=weights, **adapters)
 
 
 def _factors(chain: list[nn.Module], dtype: torch.dtype) -> dict | None:
@@ -86,22 +89,24 @@ def _factors(chain: list[nn.Module], dtype: torch.dtype) -> dict | None:
             return None
         if names and not wrapper.disable_adapters:
             made = [_pair(wrapper, name) for name in names]
-            if any(pair is None for pair in made):
+            if None in made:
                 return None
-            A, B = (torch.cat(parts, at) for parts, at in zip(zip(*made), (1, 2)))
+            A = torch.cat([down for down, _ in made], 1)
+            B = torch.cat([up for _, up in made], 2)
             more = -A.shape[1] % _EIGHT
-            found[wrapper.parameter_name] = (
-                nn.functional.pad(A, (0, 0, 0, more)).to(dtype),
-                nn.functional.pad(B, (0, more)).to(dtype),
-            )
+            A = nn.functional.pad(A, (0, 0, 0, more)).to(dtype)
+            B = nn.functional.pad(B, (0, more)).to(dtype)
+            found[wrapper.parameter_name] = A, B
     return found
 
 
 def _pair(wrapper: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
     """The factors of one adapter, as PEFT's get_delta_factors cuts them; B is scaled."""
-    down, up = wrapper.lora_A[name], wrapper.lora_B[name]
+    down = wrapper.lora_A[name]
+    up = wrapper.lora_B[name]
     if type(down) is not nn.Linear or type(up) is not nn.Linear or up.bias is not None:
         return None
     E = wrapper.num_experts
-    A, B = down.weight.unflatten(0, (E, -1)), up.weight.unflatten(1, (-1, E)).permute(2, 0, 1)
+    A = down.weight.unflatten(0, (E, -1))
+    B = up.weight.unflatten(1, (-1, E)).permute(2, 0, 1)
     return A, B * wrapper.scaling[name]

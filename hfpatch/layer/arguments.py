@@ -36,22 +36,13 @@ class Arguments:
     # of the last tile in a backward: (a part of these sums, the leaf in place of the argument)
     stand_ins: list = field(default_factory=list)
 
-    @cached_property
-    def flat(self) -> tuple:
-        return pytree.tree_flatten((self.args, self.kwargs))
-
-    @property
-    def leaves(self) -> list:
-        return self.flat[0]
+    def __post_init__(self):
+        self.leaves, self.spec = pytree.tree_flatten((self.args, self.kwargs))
+        self.cut = self.leaves  # of the last tile
 
     @cached_property
     def axes(self) -> list[int | None]:
         return [token_axis(x, self.B, self.T) for x in self.leaves]
-
-    @cached_property
-    def cut(self) -> list:
-        """The leaves of the last tile."""
-        return self.leaves
 
     def tile(self, a: int, b: int):
         """(args, kwargs) of tokens a to b."""
@@ -64,28 +55,24 @@ class Arguments:
             self.cut = list(map(part, self.leaves, self.axes))
         if self._gradients:
             self.stand_ins = []
-            for i, whole in zip(self._wanted, self._gradients):
+            for i, whole in zip(self.wanted, self._gradients):
                 self.cut[i] = self.cut[i].detach().requires_grad_()
                 self.stand_ins.append((part(whole, self.axes[i]), self.cut[i]))
-        return pytree.tree_unflatten(self.cut, self.flat[1])
+        return pytree.tree_unflatten(self.cut, self.spec)
 
     @cached_property
-    def _wanted(self) -> list[int]:
-        """Indices of the leaves that require a gradient."""
-        return [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
-
-    def wanted(self) -> list[Tensor]:
-        """The arguments that require a gradient."""
-        return [self.leaves[i] for i in self._wanted]
+    def wanted(self) -> dict[int, Tensor]:
+        """Index -> leaf, of the leaves that require a gradient."""
+        found = enumerate(self.leaves)
+        return {i: x for i, x in found if isinstance(x, Tensor) and x.requires_grad}
 
     @contextmanager
     def gradients(self):
         """Context that yields tensors in which backward through tiles sums the gradients of
-        `wanted()`.
+        `wanted`.
         """
-        wanted = self.wanted()
         found = self._gradients = []
-        for i, x in zip(self._wanted, wanted):
+        for i, x in self.wanted.items():
             dtype = x.dtype  # a token's gradient comes from one tile
             if self.axes[i] is None:  # a sum over tiles
                 dtype = torch.promote_types(dtype, torch.float32)
@@ -95,7 +82,7 @@ class Arguments:
         finally:
             self._gradients = None
             self.stand_ins = []
-        found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
+        found[:] = [sums.to(x.dtype) for sums, x in zip(found, self.wanted.values())]
 
     def mixer(self, module: nn.Module, args, kwargs, configs, batch) -> tuple[Mixer, Tensor]:
         """A mixer's call for whole rows, and its input, from its arguments in the last tile.
@@ -106,7 +93,7 @@ class Arguments:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
         new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
-        wanted = {id(self.cut[i]) for i in self._wanted}
+        wanted = {id(self.cut[i]) for i in self.wanted}
         learnt = any(id(x) in wanted for x in leaves)
         if len(new) != 1 or learnt:
             raise ValueError(
@@ -119,6 +106,6 @@ class Arguments:
         axes = [None if i is None else self.axes[i] for i in given]
         # a tile's input, which would live until backward; the caller passes whole rows
         whole[new[0]] = None
-        return Mixer(
-            module, whole, spec, new[0], axes, self.B, configs, batch, batch.document_bounds
-        ), leaves[new[0]]
+        bounds = batch.document_bounds
+        mixer = Mixer(module, whole, spec, new[0], axes, self.B, configs, batch, bounds)
+        return mixer, leaves[new[0]]

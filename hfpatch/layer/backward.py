@@ -28,10 +28,12 @@ Short of memory, dx waits on the host during C (Checkpointing.parks_dx).
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
+
+from hfpatch.layer.kept import joined
+from hfpatch.layer.random_state import replayed
 
 
 @dataclass(eq=False)
@@ -84,8 +86,7 @@ class Backward:
         call = self.call
         traced = call.traced
         held = call.tiles(next(self.passes))
-        _, x, outs, gates = next(held)
-        a, b = call.bounds[0]
+        (a, b), x, outs, gates = next(held)
         # B
         if call.mixes:
             qkv, back = traced.before_again(x, a, b, self.need_x, self.weights, unread=False)
@@ -101,7 +102,7 @@ class Backward:
         del x, dys
         if call.mixes:
             # C
-            self.attend_backward(outs.__getitem__, [None] * len(self.qkv))
+            self.attend_backward(outs, [None] * len(self.qkv))
             del outs
             # D
             dx = back(self.qkv, self.dsinks)
@@ -113,7 +114,7 @@ class Backward:
         self.after_backward(dy)
         if self.call.mixes:
             self.before_again()
-            self.attend_backward(self.call.whole_outs(None), self.qkv)
+            self.attend_backward(self.call.whole_outs(), self.qkv)
             self.before_backward()
 
     def outs_again(self, dy: Tensor) -> None:
@@ -121,7 +122,7 @@ class Backward:
         self.outs, self.lses = self.call.attend(self.qkv, rerun=True)
         self.call.queue.transfers.settle()
         self.after_backward(dy)
-        self.attend_backward(self.call.whole_outs(self.outs), self.qkv)
+        self.attend_backward(self.outs, self.qkv)
         self.before_backward()
 
     # -- A -----------------------------------------------------------------------------------------
@@ -130,8 +131,7 @@ class Backward:
         traced = call.traced
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if self.need_x else None
         dy_tiles = list(map(call.cut, (dy, *self.recorded)))
-        for index, x_t, out_t, gates in call.tiles(next(self.passes)):
-            a, b = call.bounds[index]
+        for (a, b), x_t, out_t, gates in call.tiles(next(self.passes)):
             if self.outs is not None:
                 out_t = [o[:, a:b] for o in self.outs]
             dys = list(map(next, dy_tiles))
@@ -140,12 +140,8 @@ class Backward:
             )
             if self.need_x:
                 dx[:, a:b] = dx_t
-            if self.douts is None:
-                tokens = call.bounds[-1][1]
-                self.douts = [d.new_empty(d.shape[0], tokens, *d.shape[2:]) for d in douts_t]
-            for dout, dout_t in zip(self.douts, douts_t):
-                dout[:, a:b] = dout_t
-            x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
+            self.douts = joined(self.douts, douts_t, a, b, call.bounds[-1][1])
+            x_t = out_t = dys = dx_t = douts_t = None
         if self.need_x and call.mixes and call.policy.parks_dx:
             self.parked = [call.queue.transfers.save(dx)]
             call.queue.transfers.settle()
@@ -155,24 +151,25 @@ class Backward:
 
     # -- B -----------------------------------------------------------------------------------------
     def before_again(self) -> None:
-        self.qkv = self.call.before(
-            (index, x_t) for index, x_t, *_ in self.call.tiles(next(self.passes))
-        )
+        tiles = self.call.tiles(next(self.passes))
+        self.qkv = self.call.before((bounds, x_t) for bounds, x_t, *_ in tiles)
 
     # -- C -----------------------------------------------------------------------------------------
-    def attend_backward(self, outs, dqkv: list) -> None:
-        """outs: a function that returns the n-th attention output; dqkv: where the gradients of
-        q, k, v are written: q, k, v themselves, or None for new tensors.
+    def attend_backward(self, outs: list[Tensor], dqkv: list) -> None:
+        """outs: the attention outputs, each freed after its use; dqkv: where the gradients of q, k, v
+        are written: q, k, v themselves, or None for new tensors.
         """
         call = self.call
         traced = call.traced
         if self.lse_ticket is not None:
             self.lses = self.lse_ticket.wait()
         lses = list(self.lses or [])
-        run = partial(call.attention.backward, self.qkv, self.douts, outs, lses, dqkv)
         for mixer in call.attention.mixers:
             mixer.gradients = [self.weights]
-        self.dsinks = traced.replayed("attend", 0, call.device, run) if traced.mixers else run()
+        with replayed(traced.rng, "attend", call.device):
+            self.dsinks = call.attention.backward(
+                self.qkv, self.douts, lambda n: outs.pop(0), lses, dqkv
+            )
         left = iter(self.left)
         for pair in traced.left.values():
             for place in pair:
@@ -192,10 +189,9 @@ class Backward:
             self.dx = torch.empty(saved.shape, dtype=saved.dtype, device=call.device)
             call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
         grads = list(map(call.cut, self.qkv))
-        for index, x_t, *_ in call.tiles(next(self.passes)):
-            a, b = call.bounds[index]
+        for (a, b), x_t, *_ in call.tiles(next(self.passes)):
             _, back = traced.before_again(x_t, a, b, self.need_x, self.weights, unread=True)
-            dx_t = back(list(map(next, grads)), self.dsinks if index == 0 else None)
+            dx_t = back(list(map(next, grads)), self.dsinks if a == 0 else None)
             if dx_t is not None:
                 self.dx[:, a:b].add_(dx_t)
             del x_t, back, dx_t

@@ -15,7 +15,6 @@ B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tok
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,8 @@ from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
-from hfpatch.layer.kept import Kept
+from hfpatch.layer.kept import Kept, joined
+from hfpatch.layer.random_state import replayed
 from hfpatch.layer.time_ranks import RankTiles
 from hfpatch.layer.time_tiles import TimeTiles
 from hfpatch.layer.traced import Traced
@@ -47,7 +47,11 @@ class LayerCall(Kept):
     below: object = None  # weak reference to the call of the layer below, whose backward is next
 
     def release(self) -> None:
-        super().release()
+        """Drops every saved tensor; the graph cannot be walked again."""
+        self.x = None
+        self.outs = []
+        self.lses = []
+        self.gates = []
         self.traced = self.attention = None
 
     @property
@@ -57,19 +61,18 @@ class LayerCall(Kept):
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
         """Context with the autocast state of forward."""
-        (dtype, cache) = self.traced.autocast
+        dtype = self.traced.autocast
         if dtype is None and autocast_dtype(self.device.type) is None:
             return nullcontext()
-        return autocast(self.device.type, dtype, cache_enabled=cache)
+        return autocast(self.device.type, dtype)
 
     def attend(self, qkv: list[Tensor], rerun: bool = False):
         """Attention's outputs and log-sum-exps, over whole rows. rerun: its backward comes soon."""
         traced = self.traced
-        run = partial(self.attention.forward, traced.asked, traced.mixers, qkv)
-        if not traced.mixers:
-            return run()
-        self._go_in_time(rerun)
-        return traced.replayed("attend", 0, self.device, run)
+        if traced.mixers:
+            self._go_in_time(rerun)
+        with replayed(traced.rng, "attend", self.device):
+            return self.attention.forward(traced.asked, traced.mixers, qkv)
 
     def _go_in_time(self, rerun: bool) -> None:
         """Sets Mixer.time on those mixers that can run in tiles through time. rerun: as in attend."""
@@ -85,19 +88,14 @@ class LayerCall(Kept):
                 mixer.time = RankTiles(sequence, *given) if sequence else TimeTiles(*given)
 
     def before(self, tiles) -> list[Tensor]:
-        """q, k, v of whole rows, from an iterable of (index, x tile), without a graph."""
+        """q, k, v of whole rows, from an iterable of (bounds, x tile), without a graph."""
         whole = None
-        for index, x_t in tiles:
-            a, b = self.bounds[index]
+        for (a, b), x_t in tiles:
             parts = self.traced.before(x_t, a, b)
             if len(self.bounds) == 1:
                 return parts
-            if whole is None:
-                tokens = self.bounds[-1][1]
-                whole = [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
-            for buffer, part in zip(whole, parts):
-                buffer[:, a:b] = part
-            parts = part = x_t = None
+            whole = joined(whole, parts, a, b, self.bounds[-1][1])
+            parts = x_t = None
         return whole
 
     def after(self, x_BTD: Tensor, outs: list, noting: bool) -> list[Tensor]:
@@ -119,11 +117,8 @@ class LayerCall(Kept):
             del noted, outs_t
             if len(self.bounds) == 1:
                 return tiles
-            if whole is None:
-                whole = [t.new_empty(len(t), x_BTD.shape[1], *t.shape[2:]) for t in tiles]
-            for out, tile in zip(whole, tiles):
-                out[:, a:b] = tile
-            del tiles, tile
+            whole = joined(whole, tiles, a, b, x_BTD.shape[1])
+            del tiles
         return whole
 
     # -- forward -----------------------------------------------------------------------------------
@@ -134,13 +129,14 @@ class LayerCall(Kept):
         rerun of a segment), None saves nothing.
         """
         try:
-            results = self.run_forward(x_BTD, where)
+            # A tile of x without a graph must not say that it requires a gradient.
+            results = self.run_forward(x_BTD.detach(), where)
         finally:
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.
             if self.queue is not None:
                 self.queue.transfers.settle(room=self.runtime.copy_room if where == "tier" else 0)
-        if self.traced.autocast[0] is not None:
+        if self.traced.autocast is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
         return results
@@ -155,7 +151,7 @@ class LayerCall(Kept):
             own = x_BTD if self.shards is None else self.shards.mine(x_BTD, self.bounds)
             self.x = self.queue.transfers.save(own)
         # [Step 2] q, k, v of all tokens, then attention over whole rows.
-        qkv = self.before(enumerate(self.cut(x_BTD)))
+        qkv = self.before(zip(self.bounds, self.cut(x_BTD)))
         outs, lses = self.attend(qkv, rerun=where == "rerun")
         left = [qkv[place] for pair in self.traced.left.values() for place in pair]
         del qkv
@@ -178,7 +174,7 @@ class LayerCall(Kept):
         transfers = self.queue.transfers
         calls = [*self.segment, self]
         first = calls[0]
-        x = transfers.fetch([(first.x, 0, first.x.shape[1], None)]).wait()[0]
+        x = self.ticket([first.x]).wait()[0]
         with torch.no_grad(), self._autocast():
             for call, above in zip(calls, calls[1:]):
                 if call is not first:

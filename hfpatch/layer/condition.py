@@ -37,9 +37,12 @@ class Condition:
     now: Why | None = None
     draws: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
-    experts: tuple[dict, list] = ((), ())
+    experts: tuple[dict, list] = field(init=False)
     can_skip: dict = field(default_factory=dict)
     kind: str | None = None
+
+    def __post_init__(self):
+        self.experts = experts_in(self.snapshot.inside)
 
     def __reduce__(self):  # a copy of the layer finds its own
         return type(None), ()
@@ -57,7 +60,6 @@ def look(layer: nn.Module) -> Condition:
     traits = layer._hfpatch.traits
     if known is None or known.traits is not traits or not known.snapshot.holds(layer):
         known = Condition(Snapshot(layer), traits)
-        known.experts = experts_in(known.snapshot.inside)
         known.reason = first("layer", traits.reason, layer, known)
         if known.reason is None:
             known.mixing = [layer.get_submodule(name) for name in traits.mixing]

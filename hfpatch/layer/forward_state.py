@@ -40,53 +40,46 @@ def is_sharded(module: nn.Module) -> bool:
     return in_fsdp2(module) or any(map(is_shard, module.parameters()))
 
 
-def places_in(modules: list[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """(module, name) of each parameter and buffer, and of FSDP1's views beside them."""
+def places_in(modules: list[nn.Module]) -> list[tuple[nn.Module, dict, str]]:
+    """(module, table, name) of each parameter and buffer, and of FSDP1's views beside them."""
     found = []
     for module in modules:
-        own = parameters_of(module)
-        buffers = buffers_of(module)
-        found += [(module, name) for name in own if own[name] is not None]
-        found += [(module, name) for name in buffers if buffers[name] is not None]
-        for name, x in module.__dict__.items():
+        for table in (parameters_of(module), buffers_of(module)):
+            found += [(module, table, name) for name, x in table.items() if x is not None]
+        own = module.__dict__
+        for name, x in own.items():
             if isinstance(x, Tensor) and x.requires_grad and is_view_of_flat(x):
-                found.append((module, name))
+                found.append((module, own, name))
     return found
-
-
-def tensor_at(module: nn.Module, name: str) -> Tensor | None:
-    own = parameters_of(module)
-    if name in own:
-        return own[name]
-    return buffers_of(module).get(name, module.__dict__.get(name))
 
 
 class ForwardState:
     """A layer's tensors, each once, and its modules' switches, as of one forward.
 
     Attributes:
-        places: (module, name) of each tensor; tensors: the tensors there; counts: their versions, or
-            None where the forward wrote to it; trained: those that required a gradient.
+        places: (module, table, name) of each tensor; tensors: the tensors there; counts: their versions, or
+            None where the forward wrote to it; wanted: those that require a gradient; trained: their places.
         gathered: whether an engine swaps the tensors.
     """
 
-    def __init__(self, layer: nn.Module, modules: list[nn.Module], snapshot: Snapshot):
+    def __init__(self, layer: nn.Module, snapshot: Snapshot):
+        modules = [layer, *snapshot.inside]
         self.layer = layer
         self.kind = layer.__class__
-        self.modules = modules
         self.snapshot = snapshot
         self.on_all = hooks_on_all()
         self.switches = switches_of(modules)
         found = {}
         for place in places_in(modules):
-            x = tensor_at(*place)
+            _, table, name = place
+            x = table[name]
             found.setdefault(id(x), (place, x))
         self.places = [place for place, _ in found.values()]
         self.tensors = [x for _, x in found.values()]
         sharded = any(is_shard(x) or is_view_of_flat(x) for x in self.tensors)
         self.gathered = sharded or any(map(in_fsdp2, modules))
-        self.trained = [x.requires_grad for x in self.tensors]
         self.wanted = [x for x in self.tensors if x.requires_grad]
+        self.trained = [place for place, x in found.values() if x.requires_grad]
         if self.gathered:
             self.tensors = []
         self.counts = list(map(version, self.tensors))
@@ -99,19 +92,17 @@ class ForwardState:
         """Raises RuntimeError if the layer has other modules, hooks, forwards, merged adapters or
         tensors now.
         """
-        if self.layer.__class__ is not self.kind or modules_in(self.layer) != self.modules:
+        layer = self.layer
+        as_made = layer.__class__ is self.kind and modules_in(layer)[1:] == self.snapshot.inside
+        alike = as_made and self.snapshot.runs_alike(layer)
+        if not alike or hooks_on_all() != self.on_all:
             raise RuntimeError(
-                f"hfpatch: the modules of a {self.kind.__name__} changed between its forward and "
-                "its backward. Change the model (adapters, undo) after backward."
+                f"hfpatch: modules, hooks, forwards or merged adapters of a {self.kind.__name__} "
+                "changed between its forward and its backward. Change the model (adapters, hooks, "
+                "undo) before forward or after backward."
             )
-        if not (self.snapshot.runs_alike(self.layer) and hooks_on_all() == self.on_all):
-            raise RuntimeError(
-                f"hfpatch: hooks, forwards or merged adapters of a {self.kind.__name__} changed "
-                "between its forward and its backward. Change them before forward or after "
-                "backward."
-            )
-        for (module, name), x, count in zip(self.places, self.tensors, self.counts):
-            if tensor_at(module, name) is not x or count not in (None, version(x)):
+        for (module, table, name), x, count in zip(self.places, self.tensors, self.counts):
+            if table.get(name) is not x or count not in (None, version(x)):
                 raise edited(f"{type(module).__name__}.{name}", "replaced or modified in place")
 
 

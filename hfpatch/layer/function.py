@@ -4,6 +4,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Checkpointing
@@ -11,7 +12,7 @@ from hfpatch.compat import is_fake, keeps_graph, version
 from hfpatch.context.current import having
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.forward_state import ForwardState
-from hfpatch.layer.gate_up import spares_gates
+from hfpatch.layer.gate_up import gate_up_columns
 from hfpatch.layer.graph_bytes import measured
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
@@ -30,12 +31,8 @@ class LayerFunction(torch.autograd.Function):
         return tuple(call.forward(x))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, *dextras):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "hfpatch: a patched layer has no second derivative, got create_graph=True. Call "
-                "hfpatch.undo(model), and model.set_attn_implementation('eager')."
-            )
         call = ctx.call
         if call.traced is None:
             raise RuntimeError(
@@ -57,18 +54,18 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     layer = traced.layer
     device = x.device
     # [Step 1] The call, and the tensors that its backward runs on.
-    snapshot = traced.condition.snapshot
-    state = ForwardState(layer, [layer, *snapshot.inside], snapshot)
-    tensors = [*traced.wanted, *state.wanted]
-    timed = None
+    state = ForwardState(layer, traced.condition.snapshot)
+    tensors = [*traced.arguments.wanted.values(), *state.wanted]
+    timed = {}
     if traced.traits.carries is not None and not state.gathered:
         timed = in_time(traced, policy, runtime, x)
     attention = Attention(wide=policy.aim == "fastest")
     if traced.batch.sequence is not None:
         attention = ExchangedAttention(traced.batch.sequence)
-    call = (LayerCall if timed is None else TimedCall)(
+    kind = TimedCall if timed else LayerCall
+    call = kind(
         layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, state=state,
-        shards=runtime.shards if policy.every == 1 else None, attention=attention, **(timed or {}),
+        shards=runtime.shards if policy.every == 1 else None, attention=attention, **timed,
     )  # fmt: skip
     # [Step 2] Without a gradient nothing is kept.
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
@@ -78,7 +75,7 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
             return call.forward(x, where=None)
     # [Step 3] What is kept, and who measures it.
     if policy.keeps_gates(layer._hfpatch.index):
-        call.keeps_gates = spares_gates(layer, traced.traits, device.type)
+        call.keeps_gates = gate_up_columns(layer, traced.traits, device.type) > 0
     meter = runtime.meters.get(device)
     call.step = meter and meter.step
     runtime.link(call, x)

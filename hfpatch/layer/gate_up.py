@@ -13,22 +13,17 @@ def gates_of(layer: nn.Module) -> tuple[str, ...]:
     return tuple(f"mlp.{name}" for name in layer.mlp._hfpatch.gates)
 
 
-def spares_gates(layer: nn.Module, traits: LayerTraits, device: str) -> bool:
-    """Whether keeping gate and up spares this layer work."""
+def gate_up_columns(layer: nn.Module, traits: LayerTraits, device: str) -> int:
+    """The columns of gate and up together, 0 if keeping them spares this layer no work."""
     mlp = getattr(layer, "mlp", None)
     if not isinstance(mlp, FusedMLP) or "forward" in vars(mlp):
-        return False
-    if traits.mixers or autocast_dtype(device) is not None or not activation_as_found(mlp):
-        return False
-    for name in gates_of(layer):
-        if not (can_go_without(layer.get_submodule(name)) and as_found(layer, name)):
-            return False
-    return True
-
-
-def gate_up_columns(layer: nn.Module, traits: LayerTraits, device: str) -> int:
-    """The columns of gate and up together, 0 if keeping them spares this layer nothing."""
-    if not spares_gates(layer, traits, device):
         return 0
-    gates = (layer.get_submodule(name) for name in gates_of(layer))
-    return sum(getattr(gate, "out_features", 0) for gate in gates)
+    if traits.mixers or autocast_dtype(device) is not None or not activation_as_found(mlp):
+        return 0
+    columns = 0
+    for name in gates_of(layer):
+        gate = layer.get_submodule(name)
+        if not (can_go_without(gate) and as_found(layer, name)):
+            return 0
+        columns += gate.out_features
+    return columns

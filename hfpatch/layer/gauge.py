@@ -30,8 +30,6 @@ class Gauge:
 
     def read(self) -> Counters:
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        if not stats:
-            return Counters()
         whole = stats["allocated_bytes"]["all"]
         gaps = stats["inactive_split_bytes"]["all"]["current"]  # none where segments expand
         return Counters(
@@ -49,9 +47,6 @@ class Gauge:
 
     def card(self) -> int:
         return share_of_device(torch.cuda.mem_get_info(self.device)[1], self.device)
-
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.device)
 
     def clock(self):
         """An event on the compute stream that knows its time."""

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 
+from hfpatch.budget.measured import Kind
 from hfpatch.compat import autocast_dtype
 
 
@@ -26,7 +27,7 @@ def kind_of(layer, x) -> str | None:
     return f"{condition.kind} {'trained' if trains else 'frozen'} {x.dtype} {dtype}"
 
 
-# now: (step, name of the kind, tiles measured of each part) of the layer whose backward runs here
+# now: (step, Kind, tiles measured of each part) of the layer whose backward runs here
 _running = threading.local()
 
 
@@ -38,7 +39,8 @@ def measured(step, layer):
         return
     before = step.meter.backward(step)
     index = layer._hfpatch.index
-    _running.now = step, step.forward.kinds[index], Counter()
+    kind = step.meter.kinds.get(step.forward.kinds[index], Kind())
+    _running.now = step, kind, Counter()
     try:
         yield
     finally:
@@ -57,11 +59,13 @@ def tile_graph(part: str, x):
     graph's outputs once it is built.
     """
     now = getattr(_running, "now", None)
-    kind = now and now[0].meter.kinds.get(now[1])
-    if not kind or part in kind.parts and now[2][part] != 1:
+    if now is None:
         return unmeasured
-    now[2][part] += 1
-    return TileGraph(now[0], kind, part, x.shape[0] * x.shape[1]).built
+    step, kind, tiles = now
+    if part in kind.parts and tiles[part] != 1:
+        return unmeasured
+    tiles[part] += 1
+    return _watched(step, kind, part, x)
 
 
 def whole_graph(step, layer, x):
@@ -69,25 +73,30 @@ def whole_graph(step, layer, x):
     if step is None:
         return unmeasured
     step.meter.backward(step)
-    kind = step.meter.kinds.get(step.forward.kinds[layer._hfpatch.index])
-    if kind is None or "whole" in kind.parts:
+    kind = step.meter.kinds.get(step.forward.kinds[layer._hfpatch.index], Kind())
+    if "whole" in kind.parts:
         return unmeasured
-    return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1]).built
+    return _watched(step, kind, "whole", x)
 
 
-class TileGraph:
-    """One tile's graph in a backward: the bytes that it keeps, and those that its own backward
-    takes in addition, sampled after each of its nodes."""
+def _watched(step, kind, part: str, x):
+    """As tile_graph. What the tile's own backward takes in addition is sampled after each node."""
+    gauge = step.meter.gauge
+    tokens = x.shape[0] * x.shape[1]
+    before = gauge.read().allocated
 
-    def __init__(self, step, kind, part: str, tokens: int):
-        self.step, self.kind, self.part, self.tokens = step, kind, part, tokens
-        self.before = step.meter.gauge.read().allocated
+    def built(outputs) -> None:
+        stands = gauge.read().allocated
+        costs = [max(0, stands - before) / tokens, 0.0]
+        kind.parts[part] = costs
 
-    def built(self, outputs) -> None:
-        """The graph of these outputs is built."""
-        self.stands = self.step.meter.gauge.read().allocated
-        self.kind.parts[self.part] = [max(0, self.stands - self.before) / self.tokens, 0.0]
-        self._sample()
+        def sample(*_) -> None:
+            now = gauge.read().allocated
+            costs[1] = max(costs[1], (now - stands) / tokens)
+            if not step.backward.exact:
+                step.backward.top = max(step.backward.top, now)
+
+        sample()
         todo = [y.grad_fn for y in outputs]
         seen = set()
         while todo:
@@ -96,12 +105,7 @@ class TileGraph:
             if node is None or node in seen or hasattr(node, "variable"):
                 continue
             seen.add(node)
-            node.register_hook(self._sample)
+            node.register_hook(sample)
             todo += [following for following, _ in node.next_functions]
 
-    def _sample(self, *_) -> None:
-        now = self.step.meter.gauge.read().allocated
-        part = self.kind.parts[self.part]
-        part[1] = max(part[1], (now - self.stands) / self.tokens)
-        if not self.step.backward.exact:
-            self.step.backward.top = max(self.step.backward.top, now)
+    return built

@@ -6,6 +6,7 @@ policy says so, and gate and up, which wait and return tile by tile. The policy 
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -24,18 +25,19 @@ PASSES = {
 }
 
 
-@dataclass(slots=True)
-class Pass:
-    """One pass over the tiles of a backward.
+# One pass over the tiles of a backward. Of each tile, the fetches (saved tensor, first token, end,
+# output). output: the index of the attention output whose buffer takes these tokens, None for a slot
+# of the ring.
+Pass = list[list[tuple]]
 
-    Attributes:
-        names: the tensors of each tile, from PASSES.
-        pieces: of each tile, the fetches (saved tensor, first token, end, output). output: the index
-            of the attention output whose buffer takes these tokens, None for a slot of the ring.
-    """
 
-    names: tuple[str, ...]
-    pieces: list[list[tuple]]
+def joined(whole: list[Tensor] | None, tiles: list[Tensor], a: int, b: int, tokens: int) -> list:
+    """Writes tiles [B, b - a, ...] into whole tensors [B, tokens, ...], made with the first tile."""
+    if whole is None:
+        whole = [t.new_empty(t.shape[0], tokens, *t.shape[2:]) for t in tiles]
+    for into, tile in zip(whole, tiles):
+        into[:, a:b] = tile
+    return whole
 
 
 @dataclass(eq=False, kw_only=True)
@@ -62,15 +64,6 @@ class Kept:
     def on_device(x: Tensor) -> Saved:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
-    def release(self) -> None:
-        """Drops every saved tensor; the graph cannot be walked again."""
-        self.x = None
-        self.outs = []
-        self.lses = []
-        self.gates = []
-        self.passes = []
-        self.out_buffers = None
-
     # -- passes over the tiles ---------------------------------------------------------------------
     def cut(self, x: Tensor | None):
         """x[:, a:b] of each tile, in order, of x [B, T, ...]; None for each tile if x is None.
@@ -88,12 +81,12 @@ class Kept:
         order = "outs kept" if self.outs else "outs again"
         if len(self.bounds) == 1 or not self.mixes:
             order = "one tile"
-        return [Pass(names, self._pieces(names)) for names in PASSES[order]]
+        return list(map(self._pass, PASSES[order]))
 
-    def _pieces(self, names: tuple[str, ...]) -> list[list[tuple]]:
-        """Pass.pieces for a pass with these names."""
+    def _pass(self, names: tuple[str, ...]) -> Pass:
+        """The pass that fetches the tensors with these names."""
         of_x = self.bounds if self.shards is None else self.shards.bounds(self.bounds)
-        found: list[list[tuple]] = []
+        found: Pass = []
         for index, (a, b) in enumerate(self.bounds):
             tile: list[tuple] = []
             if "x" in names:
@@ -116,9 +109,8 @@ class Kept:
             into = None
             if output is not None:
                 if self.out_buffers is None:
-                    made = [
-                        torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs
-                    ]
+                    empty = partial(torch.empty, device=self.device)
+                    made = [empty(o.shape, dtype=o.dtype) for o in self.outs]
                     transfers = self.queue.transfers
                     transfers.device.wait(transfers.device.mark(), transfers.to_device)
                     self.out_buffers = made
@@ -134,7 +126,7 @@ class Kept:
         if not self.queue.keep_only(self):
             self.prefetch()
         for one in self.passes[1:]:
-            self.queue.push(self, one.pieces)
+            self.queue.push(self, one)
 
     def prefetch(self) -> None:
         """Queues this call's first pass, so that its first tiles are in flight before its backward
@@ -146,53 +138,40 @@ class Kept:
         nbytes = 0
         for one in self.passes:  # a slot takes the first tile of any pass, the largest
             taken = 0
-            for saved, a, b, output in one.pieces[0]:
+            for saved, a, b, output in one[0]:
                 if output is None:
                     taken += saved.shape[0] * (b - a) * saved.row_bytes + 256
             nbytes = max(nbytes, taken)
         self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes)
         self.out_buffers = None  # an interrupted backward may still read the old ones
-        self.queue.push(self, self.passes[0].pieces)
+        self.queue.push(self, self.passes[0])
 
     def tiles(self, one: Pass):
-        """Yields (index, x tile, out tiles, gate and up or nothing) of each tile of a pass. The next
+        """Yields (bounds, x tile, out tiles, gate and up or nothing) of each tile of a pass. The next
         iteration reuses a tile's memory.
         """
-        outs = len(self.outs) if "out" in one.names else 0
+        outs = len(self.outs)  # a pass without them has nothing behind x, or they were not kept
         if self.x.resident:
             transfers = self.queue.transfers
-            found = (transfers.fetch(tile).tensors for tile in one.pieces)
+            found = (transfers.fetch(tile).tensors for tile in one)
         else:
             found = self.queue.turns(len(self.bounds))
-        for index, tensors in enumerate(found):
+        for tensors, (a, b) in zip(found, self.bounds):  # found first: its end frees the last slot
             x = tensors.pop(0)
             if self.shards is not None:  # from all ranks' parts
-                a, b = self.bounds[index]
                 x = self.shards.whole(x, b - a)
-            yield index, x, tensors[:outs], tensors[outs:]
+            yield (a, b), x, tensors[:outs], tensors[outs:]
             del x, tensors
 
     # -- whole tensors -----------------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):
         """A fetch of whole tensors; None for an empty list."""
-        return (
-            self.queue.transfers.fetch([(s, 0, s.shape[1], None) for s in saved]) if saved else None
-        )
+        pieces = [(one, 0, one.shape[1], None) for one in saved]
+        return self.queue.transfers.fetch(pieces) if pieces else None
 
-    def whole_outs(self, outs):
-        """A function that returns the n-th attention output, for n in order. Each is freed after
-        use.
-
-        outs: the outputs, if they were recomputed.
-        """
-        if outs is None:
-            outs = self.out_buffers
-        if outs is None:  # they never left the device
-            outs = [saved.tensor() for saved in self.outs]
-
-        def take(n):
-            out = outs[n]
-            outs[n] = None
-            return out
-
-        return take
+    def whole_outs(self) -> list[Tensor]:
+        """The kept attention outputs, in buffers that a pass has filled or where they never left the
+        device."""
+        if self.out_buffers is not None:
+            return self.out_buffers
+        return [saved.tensor() for saved in self.outs]

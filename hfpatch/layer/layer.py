@@ -81,9 +81,8 @@ class PatchedLayer:
         """The ranks that share the rows of the running forward, or None."""
         if batch is not None:
             return batch.sequence
-        return next(
-            (s for c in self._hfpatch.configs if (s := sequence_now(c, self.training))), None
-        )
+        found = (sequence_now(config, self.training) for config in self._hfpatch.configs)
+        return next(filter(None, found), None)
 
     def _refuse_parts(self, batch: Batch | None, condition: Condition, timed: bool = False) -> None:
         """ValueError if tokens of different ranks may have to meet outside the attention that these
@@ -235,8 +234,8 @@ class TiledLayer(PatchedLayer):
         arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
         traced = Traced(
             self, arguments, known.traits, known.configs, r.batch,
-            records=records, condition=r.condition, rng={} if r.condition.draws else None,
-            autocast=(autocast_dtype(r.x.device.type), torch.is_autocast_cache_enabled()),
+            r.condition, self.stock_forward, records=records, rng={} if r.condition.draws else None,
+            autocast=autocast_dtype(r.x.device.type),
         )  # fmt: skip
         try:
             with runtime.weights.forward(self, r.x.device):
@@ -257,7 +256,9 @@ class TiledLayer(PatchedLayer):
         batch = r.batch
         # The function lives until backward. Holding the request would keep the hidden states on the
         # device, which are offloaded meanwhile.
-        args, kwargs, sizes = r.args, r.kwargs, r.x.shape[:2]
+        args = r.args
+        kwargs = r.kwargs
+        B, T = r.x.shape[:2]
 
         def whole(h):
             if runtime.weights.on and not needs_no_gradient(self, h, args, kwargs):
@@ -269,10 +270,9 @@ class TiledLayer(PatchedLayer):
                 )
             isolated = nullcontext()
             if traits.mixers and batch is not None and batch.document_bounds is not None:
-                arguments = Arguments(args, kwargs, *sizes)
-                isolated = documents_one_by_one(
-                    self, traits.mixers, arguments, self._hfpatch.configs, batch
-                )
+                given = Arguments(args, kwargs, B, T)
+                configs = self._hfpatch.configs
+                isolated = documents_one_by_one(self, traits.mixers, given, configs, batch)
             with runtime.weights.forward(self, h.device), isolated:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
@@ -282,8 +282,6 @@ class TiledLayer(PatchedLayer):
         runtime = self._hfpatch.runtime
         batch = r.batch
         configs = self._hfpatch.configs if batch is not None else ()
-        if r.kwargs.get("use_cache"):
-            r.kwargs["use_cache"] = False
 
         def run(h):
             # Backward runs this again, long after the model's forward has ended.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hfpatch.budget.measured import StepPlan
+from hfpatch.budget.measured import Call, StepPlan
 from hfpatch.layer.gauge import Counters
 
 
@@ -32,20 +32,14 @@ class Backward:
 
     Attributes:
         began: the counters as it began. within: the backward of a layer runs that keeps little.
-        top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
-        closed: what it showed of tiled layers is noted.
+        top: the most bytes seen in a tiled layer's backward, 0 once they are noted; exact: torch's
+            counter rose there.
     """
 
     began: Counters | None = None
     within: bool = False
     top: int = 0
     exact: bool = False
-    closed: bool = False
-
-    def reached(self, peak: int) -> None:
-        """Torch's counter rose to `peak` in a tiled layer's backward."""
-        self.top = peak
-        self.exact = True
 
 
 @dataclass(eq=False)
@@ -55,7 +49,7 @@ class Step:
     Attributes:
         key: of its Call. rows: of its batch. base: the counters as it began; last: the last read.
         limit: the most bytes that can be allocated; coming: of gradients that do not exist yet.
-        plan: budget.measured.StepPlan; ran: which layers kept all.
+        plan: of its layers; rows is 0 until one was made. ran: which layers kept all.
         over: its backward needs no more memory.
     """
 
@@ -64,8 +58,8 @@ class Step:
     base: Counters
     last: Counters
     limit: int
+    plan: StepPlan
     rows: int = 0
-    plan: StepPlan | None = None
     ran: list = field(default_factory=list)
     coming: int = 0
     over: bool = False
@@ -73,10 +67,13 @@ class Step:
     backward: Backward = field(default_factory=Backward)
 
     @property
+    def call(self) -> Call:
+        return self.meter.calls[self.key]
+
+    @property
     def planned(self) -> float:
         """The most bytes that the step is planned to take, 0 if nothing was measured."""
-        top = 0.0 if self.plan is None else self.plan.top
-        return top and self.base.allocated + top
+        return self.plan.top and self.base.allocated + self.plan.top
 
     @property
     def first(self) -> int | None:

@@ -31,7 +31,7 @@ from hfpatch.budget.measured import (
     climb,
     tile_bytes,
 )
-from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing
+from hfpatch.budget.policy import LEAST, LOSS_WORKSPACE, TILES, Checkpointing
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.gauge import Counters, Gauge
 from hfpatch.layer.measured_step import Step
@@ -55,7 +55,9 @@ class Meter:
     """
 
     def __init__(self, gauge: Gauge, parameters, n_layers: int):
-        self.gauge, self.parameters, self.n_layers = gauge, parameters, n_layers
+        self.gauge = gauge
+        self.parameters = parameters
+        self.n_layers = n_layers
         self.kinds: dict[str, Kind] = {}
         self.calls: dict[str, Call] = {}
         self.card = gauge.card()
@@ -78,7 +80,9 @@ class Meter:
         dtype = autocast_dtype(self.gauge.device.type)
         waiting = sum(not s.over for s in self.steps)
         key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
-        self.step = Step(self, key, now, now, self.gauge.limit(), coming=coming)
+        self.calls.setdefault(key, Call())
+        plan = StepPlan(LEAST, keeps_all=[False] * self.n_layers)
+        self.step = Step(self, key, now, now, self.gauge.limit(), plan, coming=coming)
         self.step.forward.kinds = [None] * self.n_layers
         self.step.ran = [False] * self.n_layers
 
@@ -86,50 +90,45 @@ class Meter:
         """The next step begins: what this one showed about memory that ran out."""
         if not step.over:
             step.last = now
-        if step.backward.top and not step.backward.closed:
+        if step.backward.top:
             self._tiled(step, None)
-        call = self.calls.get(step.key)
-        took = seconds_between(*step.forward.clocks) if len(step.forward.clocks) == 2 else None
+        clocks = step.forward.clocks
+        took = seconds_between(*clocks) if len(clocks) == 2 else None
         # Registering host memory with the driver takes longer than the forward.
-        if took and call is not None and now.host == step.base.host:
-            call.seconds.put(step.rows, took)
+        if took and now.host == step.base.host:
+            step.call.seconds.put(step.rows, took)
         ran_out = step.last.ooms > step.base.ooms
         # The first step that takes so much makes the allocator give back segments it had cached.
         again = step.planned <= self.reached and step.last.retries > step.base.retries
         self.reached = max(self.reached, step.planned)
         if ran_out or again:
-            self._keep_less(step, ran_out)
-        elif call is not None and sum(step.ran) > 1 and step.backward.began is not None:
-            call.sure = True
+            self.keep_less(step, ran_out)
+        elif sum(step.ran) > 1 and step.backward.began is not None:
+            step.call.sure = True
 
-    def _keep_less(self, step: Step, ran_out: bool) -> None:
-        planned = [k for k, ran in zip(step.forward.kinds, step.ran) if ran and k is not None]
-        kept = sum(self.kinds[name].cost for name in planned) * step.rows
+    def keep_less(self, step: Step, ran_out: bool) -> None:
+        """Memory ran out in a step, or the allocator gave back what it had cached."""
+        self.why = "memory was short"
+        more = SURE * self.card
         if ran_out:
+            self.why = "memory ran out"
+            names = [kind for kind, ran in zip(step.forward.kinds, step.ran) if ran]
+            kept = sum(self.kinds[name].cost for name in names) * step.rows
+            reached = step.planned if kept else step.limit
             # what was planned is too much by a tenth of the card, or by half of what was kept
             less = max(UNSURE * self.card, kept / 2)
-            reached = step.planned if kept else step.limit
-            share = UNSURE if step.plan is None else step.plan.share
-            self.reserve = max(self.reserve, int(step.limit - share * self.card - reached + less))
-            if not kept and step.plan is not None:
+            more = step.limit - step.plan.share * self.card - reached + less
+            if not kept and step.rows:
                 self.tile_most = max(TILES[0], step.plan.policy.tile // 2)
-        else:
-            self.reserve = max(self.reserve, int(SURE * self.card))
-        self.why = "memory ran out" if ran_out else "memory was short"
+        self.reserve = max(self.reserve, int(more))
 
-    def ran_out(self) -> None:
-        """The step that runs has run out of memory, and the run ends."""
-        self._keep_less(self.step, True)
-        self.step = None
-
-    def _call_of(self, key: str) -> tuple[Call | None, bool]:
-        """(the measured Call of this key or of the most alike, whether it is the key's own)."""
-        own = self.calls.get(key)
-        if own is not None and own.measured:
-            return own, True
-        alike = key.rsplit(" ", 2)[0] + " "
+    def _measured_like(self, step: Step) -> Call | None:
+        """The measured Call of this step's key or of the most alike."""
+        if step.call.measured:
+            return step.call
+        alike = step.key.rsplit(" ", 2)[0] + " "
         found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
-        return next(found, None), False
+        return next(found, None)
 
     def next_policy(
         self, first: Checkpointing, settings: Checkpointing, able: Abilities, rows: int
@@ -138,12 +137,13 @@ class Meter:
         nothing is known.
         """
         step = self.step
-        call, own = self._call_of(step.key)
+        call = self._measured_like(step)
         step.rows = rows
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
         plan = StepPlan(first, keeps_all=[False] * self.n_layers)
         if call is not None:
+            own = call is step.call
             share = UNSURE
             if own and call.sure:
                 share = min(UNSURE, SURE + self.gaps / self.card)
@@ -160,7 +160,7 @@ class Meter:
 
     def firm(self, policy: Checkpointing) -> None:
         """The step runs as other ranks do, whatever is allocated as its layers begin."""
-        plan = self.step.plan = self.step.plan or StepPlan(policy)
+        plan = self.step.plan
         plan.policy = policy
         plan.firm = True
         plan.keeps_all = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
@@ -169,8 +169,6 @@ class Meter:
         """Bytes of the device that a first step may take, beside its gradients and an optimizer's
         states of their size."""
         step = self.step
-        if step is None:
-            return self.gauge.limit() - self._read().allocated
         return step.limit - step.base.allocated - 2 * step.coming
 
     def _read(self) -> Counters:
@@ -185,7 +183,8 @@ class Meter:
         """What the planned step takes, for the line of a policy."""
         if not any(self.step.plan.keeps_all) or self.step.planned > self.step.limit:
             return ""
-        most, limit = self.step.planned / 2**30, self.step.limit / 2**30
+        most = self.step.planned / 2**30
+        limit = self.step.limit / 2**30
         untried = any(self.tries(i, kind) for i, kind in enumerate(self.step.plan.kinds))
         return f"; {'at most ' * untried}{most:.1f} of {limit:.1f} GiB of the device"
 
@@ -274,11 +273,10 @@ class Meter:
         step = self.step
         now = step.forward.ends = step.last = self._read()
         self._ends(now.allocated)
-        call = self.calls.setdefault(step.key, Call())
+        call = step.call
         call.kinds = list(step.forward.kinds)
         call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
-        if step.forward.clocks:
-            step.forward.clocks[1:] = [self.gauge.clock()]
+        step.forward.clocks[1:] = [self.gauge.clock()]
         self.steps.add(step)
 
     # -- backward ----------------------------------------------------------------------------------
@@ -291,7 +289,8 @@ class Meter:
         """A layer's backward begins."""
         now = self._read()
         if step.backward.within and now.peak > step.last.peak:
-            step.backward.reached(now.peak)
+            step.backward.top = now.peak
+            step.backward.exact = True
         step.last = now
         step.backward.within = not keeps_all
         if step.backward.began is None and step.forward.ends is not None:
@@ -301,7 +300,7 @@ class Meter:
 
     def _loss(self, step: Step, now: Counters) -> None:
         """What was allocated at most between the layers' forward and their backward."""
-        call = self.calls[step.key]
+        call = step.call
         ends = step.forward.ends
         stood = max(0, now.allocated - ends.allocated)
         call.after.put(step.rows, stood)
@@ -319,7 +318,8 @@ class Meter:
         now = step.last = self._read()
         step.backward.within = False
         if now.peak > before.peak:
-            step.backward.reached(now.peak)
+            step.backward.top = now.peak
+            step.backward.exact = True
         elif not step.backward.exact:
             step.backward.top = max(step.backward.top, now.allocated, before.allocated)
         if first:
@@ -327,23 +327,23 @@ class Meter:
 
     def _tiled(self, step: Step, now: Counters | None) -> None:
         """The backward of the first layer has ended; now: the counters, None if it was not seen."""
-        call = self.calls.get(step.key)
+        call = step.call
         base = step.base.allocated
-        step.over = step.backward.closed = True
-        if call is None:
-            return
+        top = step.backward.top
+        step.backward.top = 0
+        step.over = True
         if now is not None:
             call.gradients = max(0, now.allocated - base)
         if not step.backward.exact:
             if call.tiled.points:
                 return
             if step.last.peak > step.base.peak:
-                step.backward.top = step.last.peak
+                top = step.last.peak
             else:  # scratch of kernels was not sampled
-                step.backward.top += (step.backward.top - base) // 4
+                top += (top - base) // 4
         gates = step.plan.gate_up if step.plan.policy.keep > 0 else 0
         tile = tile_bytes(call, self.kinds, min(step.plan.policy.tile, step.rows), gates)
-        call.tiled.put(step.rows, max(0, step.backward.top - base - call.gradients - tile))
+        call.tiled.put(step.rows, max(0, top - base - call.gradients - tile))
 
     # -- what a later run may begin with -----------------------------------------------------------
     def state(self) -> dict:

@@ -87,61 +87,65 @@ class Mixer:
         """The mixer's output for tokens a to b of `rows`.
 
         Args:
-            x: hidden states of whole rows, of one document, or of one tile.
+            x: hidden states of these tokens.
             rows, a, b: the document or tile.
             states: the compat.States of a tile; None where the mixer does not run in tiles.
         """
-        leaves, parted = list(self.leaves), self.bounds is not None or states is not None
-        if parted:
-            if states is None:
-                x = x if x.shape[1] == b - a and len(x) == 1 else x[rows, a:b]
-            for i, axis in enumerate(self.axes):
-                if axis is not None:
-                    cut = leaves[i].narrow(axis, a, b - a)
-                    leaves[i] = cut[rows] if axis and cut.shape[0] == self.B > 1 else cut
-        leaves[self.at] = x
+        leaves = list(self.leaves)
         batch = self.batch
-        if parted and batch is not None:
+        packing = ()
+        if self.bounds is not None or states is not None:
             start = a if states is None else self.time.place(a)
             place = rows, start, start + b - a
-            leaves = [leaf.part(*place) if isinstance(leaf, Mask) else leaf for leaf in leaves]
+            leaves = [self._part(i, rows, a, b, place) for i in range(len(leaves))]
             batch = batch.part(*place)
+            packing = _PACKING
+        leaves[self.at] = x
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        if parted:
-            kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
+        kwargs = {name: value for name, value in kwargs.items() if name not in packing}
         if states is not None and self.time.argument:
             kwargs[self.time.argument] = states
         with our_attention(self.configs, batch):  # the mixer may call attention
             out = self._run(args, kwargs)
         return out[0] if isinstance(out, tuple) else out
 
+    def _part(self, index: int, rows: slice, a: int, b: int, place: tuple):
+        """The leaf of this index for tokens a to b of `rows`, which are at `place` in the batch."""
+        leaf = self.leaves[index]
+        axis = self.axes[index]
+        if isinstance(leaf, Mask):
+            return leaf.part(*place)
+        if axis is None:
+            return leaf
+        part = leaf.narrow(axis, a, b - a)
+        return part[rows] if axis and part.shape[0] == self.B > 1 else part
+
     def _run(self, args: tuple, kwargs: dict):
         return self.module(*args, **kwargs)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """The output [B, T, D]."""
-        if self._in_time(x_BTD.shape[1]):
+        T = x_BTD.shape[1]
+        if self._in_time(T):
             return self.time.forward(self, x_BTD)
-        outs = [self.call(x_BTD, *piece) for piece in self.documents(x_BTD.shape[1])]
+        outs = [self.call(x_BTD[rows, a:b], rows, a, b) for rows, a, b in self.documents(T)]
         if self.bounds is None:
             return outs[0]
-        T, found, rows = x_BTD.shape[1], [], []
-        for out in outs:
-            found.append(out)
-            if sum(x.shape[1] for x in found) == T:
-                rows, found = [*rows, torch.cat(found, 1)], []
-        return torch.cat(rows)
+        return torch.cat(outs, 1).view(-1, T, *outs[0].shape[2:])
 
     def backward(self, x_BTD: Tensor, dout_BTD: Tensor, into: Tensor) -> None:
         """Writes the input's gradient to `into`, which may be x_BTD. Autograd adds to the weights'
         gradients, a document at a time.
         """
-        if self._in_time(x_BTD.shape[1]):
+        T = x_BTD.shape[1]
+        if self._in_time(T):
             return self.time.backward(self, x_BTD, dout_BTD, into)
-        for rows, a, b in self.documents(x_BTD.shape[1]):
-            built = tile_graph("mixer", x_BTD[rows, a:b])
-            # `into` may be x_BTD, and other documents' gradients are in it: a document is copied.
-            x = x_BTD.detach() if self.bounds is None else x_BTD[rows, a:b].clone()
+        for rows, a, b in self.documents(T):
+            x = x_BTD[rows, a:b].detach()
+            built = tile_graph("mixer", x)
+            if self.bounds is not None:
+                # `into` may be x_BTD, and other documents' gradients are written to it.
+                x = x.clone()
             with torch.enable_grad():
                 out = self.call(x.requires_grad_(), rows, a, b)
             built([out])
@@ -175,10 +179,11 @@ def _moved(ours, theirs, tokens: int) -> bool:
             continue
         if a.shape != b.shape:
             return True
-        axis = next((i for i, n in enumerate(a.shape) if n == tokens), None)
-        if axis is not None:
+        if tokens in a.shape:
+            axis = a.shape.index(tokens)
             others = torch.arange(tokens, device=a.device) != TOKEN
-            a, b = a.movedim(axis, 0)[others], b.movedim(axis, 0)[others]
+            a = a.movedim(axis, 0)[others]
+            b = b.movedim(axis, 0)[others]
         if not (a - b).norm() <= torch.finfo(a.dtype).eps ** 0.5 * b.norm():
             return True
     return False
@@ -188,20 +193,17 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
     """Whether a change of one token in the arguments changes run()'s output at other tokens. known:
     ids of tensors that stay unchanged.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    changed = list(leaves)
-    for i, x in enumerate(leaves):
-        if (
-            isinstance(x, Tensor)
-            and x.is_floating_point()
-            and id(x) not in known
-            and tokens in x.shape
-        ):
-            axis = next(i for i, n in enumerate(x.shape) if n == tokens)
-            x = x.clone()
-            x.select(axis, TOKEN).normal_()
-            changed[i] = x
-    other_args, other_kwargs = pytree.tree_unflatten(changed, spec)
+
+    def changed(x):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if id(x) in known or tokens not in x.shape:
+            return x
+        x = x.clone()
+        x.select(x.shape.index(tokens), TOKEN).normal_()
+        return x
+
+    other_args, other_kwargs = pytree.tree_map(changed, (args, kwargs))
     return _moved(run(*other_args, **other_kwargs), run(*args, **kwargs), tokens)
 
 
@@ -257,24 +259,29 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, i
         args, kwargs, out = calls[name][0]
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         out, *rest = out if isinstance(out, tuple) else (out,)
-        fits = isinstance(out, Tensor) and x is not None and out.dim() == 3 and out.shape == x.shape
-        fits = fits and x.shape[:2] == x_BTD.shape[:2]
-        return len(rest) if fits and len(calls[name]) == 1 else None
+        if len(calls[name]) > 1 or x is None or not isinstance(out, Tensor):
+            return None
+        fits = out.dim() == 3 and out.shape == x.shape and x.shape[:2] == x_BTD.shape[:2]
+        return len(rest) if fits else None
 
     def within(prefix: str) -> dict[str, int | None]:
-        found, seen = {}, []
+        """The mixers among the modules whose names begin so."""
+        found: dict[str, int | None] = {}
+        outermost: list[str] = []
         for name in sorted(calls, key=lambda n: n.count(".")):
-            if not name.startswith(prefix) or any(name.startswith(f"{outer}.") for outer in seen):
+            if not name.startswith(prefix) or any(name.startswith(f"{n}.") for n in outermost):
                 continue
-            seen.append(name)
-            module, (args, kwargs, _) = layer.get_submodule(name), calls[name][0]
-            if _mixes(module, args, kwargs, tokens, known):
-                inner = within(f"{name}.")
-                enough = inner and None not in inner.values()
-                if enough:
-                    with standing_in(layer, inner, constant):
-                        enough = not _mixes(module, args, kwargs, tokens, known)
-                found |= inner if enough else {name: behind(name)}
+            outermost.append(name)
+            module = layer.get_submodule(name)
+            args, kwargs, _ = calls[name][0]
+            if not _mixes(module, args, kwargs, tokens, known):
+                continue
+            inner = within(f"{name}.")
+            enough = bool(inner) and None not in inner.values()
+            if enough:
+                with standing_in(layer, inner, constant):
+                    enough = not _mixes(module, args, kwargs, tokens, known)
+            found |= inner if enough else {name: behind(name)}
         return found
 
     found = within("")

@@ -78,22 +78,21 @@ class Policies:
         """What is measured on a device; None if its free memory is unknown."""
         if device not in self.meters:
             owner = self.owner
-            self.meters[device] = (
-                Meter(Gauge(device), lambda: owner() and all_parameters(owner()), self.n_layers)
-                if metered(device)
-                else None
-            )
+            meter = None
+            if metered(device):
+                parameters = lambda: owner() and all_parameters(owner())  # noqa: E731
+                meter = Meter(Gauge(device), parameters, self.n_layers)
+            self.meters[device] = meter
         return self.meters[device]
 
     def begin(self, device: torch.device) -> None:
-        """Called by the stack before its layers' forward, or by a layer that a user calls before."""
+        """Called by the stack before its layers' forward."""
         for queue in self.queues.values():
             queue.begin()
         meter = self.meter_of(device)
         self.copy_room = 0
         if meter is not None and torch.is_grad_enabled():
             meter.begin()
-        self._begun = True
 
     def policy(
         self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False
@@ -105,12 +104,8 @@ class Policies:
         hold what the settings demand.
         """
         device = x_BTD.device
-        if device not in self.meters:
-            self.begin(device)
-        begins = self._begun
-        self._begun = False
         self.sequence = sequence
-        meter = self.meters[device]
+        meter = self.meter_of(device)
         B, T = x_BTD.shape[:2]
         # Close lengths have one first policy, chosen for the longest of them.
         longest = T if meter is None else rounded(T)
@@ -123,13 +118,17 @@ class Policies:
             if tile == "auto":
                 tile = auto_tile(B * T)
             return _unkept(tile=tile)
+        if meter is not None and meter.step is None:  # a user calls a layer
+            meter.begin()
         # [Step 1] The first policy of a new shape. A forked process has no queues.
         if shape is None or (device, shape.policy.offload) not in self.queues:
             first = self._opened(layer, x_BTD, longest, whole)
             shape = self.shapes[key] = Shape(first, first)
-        # [Step 2] What this step keeps, decided as it begins.
-        step = None if meter is None else meter.step
-        if step is not None and (begins or step.plan is None or step.plan.whole != whole):
+        # [Step 2] What this step keeps, decided as its first layer begins.
+        if meter is None:
+            return shape.policy
+        step = meter.step
+        if not step.rows or step.plan.whole != whole:
             self._grow(meter, shape, layer, x_BTD, whole)
             self._say(meter, shape.policy, (B, T, whole), (B, longest, whole, step.key), x_BTD)
         return shape.policy
@@ -146,12 +145,6 @@ class Policies:
 
         def open_shape():
             found = self._resolve(layer, longest, x_BTD, whole, group)
-            if found.every > 1 and is_sharded(layer):
-                raise ValueError(
-                    f"hfpatch: every={found.every} runs several layers at once, and parameters "
-                    "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
-                    "directory as offload if host memory is short."
-                )
             queue = x_BTD.device, found.offload
             if queue not in self.queues:
                 self.queues[queue] = FetchQueue(
@@ -201,7 +194,7 @@ class Policies:
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
         settings = self.checkpointing
-        if settings.every == "auto" and is_sharded(layer):
+        if is_sharded(layer):  # layer by layer: a segment would need several at once
             settings = dataclasses.replace(settings, every=1)
         # The device is the host, so a copy would only take memory. The meta device has nothing to
         # copy.
@@ -266,13 +259,14 @@ class Policies:
         """A layer's forward begins: releases sources of copies that have no room beside it. Returns
         whether it keeps all that autograd saves.
         """
-        meter = self.meters.get(x.device)
-        index = layer._hfpatch.index
         if not torch.is_grad_enabled():
             return False
-        if meter is None or meter.step is None:
+        index = layer._hfpatch.index
+        dictated = index >= self.n_layers - policy.plain
+        meter = self.meters[x.device]
+        if meter is None:
             self._settle(0)
-            return index >= self.n_layers - policy.plain
+            return dictated
         kind = kind_of(layer, x)
         if meter.tries(index, kind):
             self._settle(0)
@@ -280,9 +274,7 @@ class Policies:
         waiting = sum(t.unsettled_bytes + sum(n for _, n, _ in t.copied) for t in transfers)
         planned = meter.layer(index, kind, waiting)
         self._settle(meter.step.forward.room)
-        return (
-            planned if self.checkpointing.plain == "auto" else index >= self.n_layers - policy.plain
-        )
+        return planned if self.checkpointing.plain == "auto" else dictated
 
     def layer_ended(self, layer: nn.Module, device: torch.device) -> None:
         """A layer's forward has ended."""

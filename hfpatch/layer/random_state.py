@@ -1,6 +1,6 @@
 """Saved states of the random number generators, so that a rerun tile draws the same numbers."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -26,11 +26,15 @@ class Generators:
             torch.cuda.set_rng_state(state, self.device)
 
 
-@contextmanager
-def replayed(states: dict, key, device: torch.device):
+def replayed(states: dict | None, key, device: torch.device):
     """Context that draws the same random numbers as its first use under this key. The first use
-    saves the generators' state in `states`.
+    saves the generators' state in `states`. An empty context where `states` is None.
     """
+    return nullcontext() if states is None else _replayed(states, key, device)
+
+
+@contextmanager
+def _replayed(states: dict, key, device: torch.device):
     before = states.get(key)
     if before is None:
         states[key] = Generators(device)

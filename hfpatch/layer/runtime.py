@@ -8,6 +8,7 @@ its layers one by one.
 
 import copy
 import weakref
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -50,7 +51,6 @@ class LayerRuntime(Policies):
         exchanges_tokens: whether ranks with batches of their own send each other's experts tokens.
         owner: a weak reference to the module whose parameters a step trains.
         copy_room: bytes that the sources of copies may take while a layer runs.
-        warned: lines already printed.
         hidden_BT: True at padding whose gradient the running forward has yet to watch, or None.
         padding_read: whether a gradient reached padding, None before any backward could show it; a
             flag on the device until the host reads it.
@@ -72,8 +72,6 @@ class LayerRuntime(Policies):
         self.sequence = None
         self.exchanges_tokens = False
         self.copy_room = 0
-        self._begun = False  # whether the stack began a forward and no layer ran yet
-        self.warned: set[str] = set()
         self.hidden_BT: Tensor | None = None
         self.padding_read: bool | Tensor | None = None
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
@@ -96,8 +94,7 @@ class LayerRuntime(Policies):
     def tell(self, line: str) -> None:
         """Prints a line once, and adds it to the report. A small instance says nothing."""
         report = getattr(self.owner(), "_hfpatch_report", None)
-        if line not in self.warned and report is not None:
-            self.warned.add(line)
+        if report is not None and line not in report.notes:
             say(line)
             report.notes.append(line)
 
@@ -116,8 +113,8 @@ class LayerRuntime(Policies):
     def _look(self, hidden_BT: Tensor, dy_BTD: Tensor) -> None:
         # NaN, which a mask of zeros does not remove, is not above 0.
         size_BT = torch.linalg.vector_norm(dy_BTD.detach(), torch.inf, -1)
-        before = False if self.padding_read is None else self.padding_read
-        self.padding_read = (hidden_BT & (size_BT > 0)).any() | before
+        read = (hidden_BT & (size_BT > 0)).any()
+        self.padding_read = read if self.padding_read is None else read | self.padding_read
 
     def padding_is_read(self, unknown: bool) -> bool:
         """Whether a gradient reached padding in an earlier backward of this model. unknown: the
@@ -147,15 +144,11 @@ class LayerRuntime(Policies):
         """The last call, if x is its output as it left it."""
         # a view of the output if the hidden states are residual streams
         last, output, count = self.last_call
-        y = output() if version(x) == count else None
-        as_given = (
-            y is x
-            or y is not None
-            and y.stride() == x.stride()
-            and y.shape == x.shape
-            and same_memory(y, x)
-        )
-        return last() if as_given else None
+        y = output()
+        if y is None or version(x) != count:
+            return None
+        alike = y.shape == x.shape and y.stride() == x.stride()
+        return last() if y is x or alike and same_memory(y, x) else None
 
     def kept_all(self, layer: nn.Module, x: Tensor, y) -> None:
         """Called after a layer that keeps all, with its output y."""
@@ -170,9 +163,8 @@ class LayerRuntime(Policies):
         yet.
         """
         before = self.weights.host_bytes
-        with self.weights.lock:
-            self.weights.pack(layers_in(owner), device)
-            self.weights.make_slots()  # before free memory is measured
+        self.weights.pack(layers_in(owner), device)
+        self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
             host = self.weights.host_bytes / 2**30
             slot = self.weights.slot_bytes / 2**30
@@ -186,20 +178,14 @@ class LayerRuntime(Policies):
         from then on.
         """
         owner = self.owner()
-        first = layer._hfpatch.index == 0 and not self.weights.on
-        if (
-            first
-            and self.checkpointing.frozen_weights == "auto"
-            and owner is not None
-            and frozen_tables(layer)
-        ):
-            device = function(torch.empty(0, dtype=torch.uint8, device="cpu")).device
-            if policies.metered(device):
-                coming = sum(
-                    p.numel() * p.element_size() for p in owner.parameters() if p.device != device
-                )
-                self.weights.on = coming > memory.gpu_free(device)
-        return self.weights.staying(layer, function)
+        to = function(torch.empty(0, device="cpu")).device
+        auto = self.checkpointing.frozen_weights == "auto" and not self.weights.on
+        first = owner is not None and layer._hfpatch.index == 0
+        if auto and first and policies.metered(to) and frozen_tables(layer):
+            coming = [p for p in owner.parameters() if p.device != to]
+            nbytes = sum(p.numel() * p.element_size() for p in coming)
+            self.weights.on = nbytes > memory.gpu_free(to)
+        return self.weights.staying(layer, to)
 
     def close(self) -> None:
         """Frees host memory, streams and files, except what a graph still holds."""
@@ -212,20 +198,16 @@ class LayerRuntime(Policies):
         for parameter in () if owner is None else owner.parameters():
             not_for_deepspeed(parameter, False)
         self.queues.clear()
-        self.shapes.clear()
-        self.printed.clear()
-        self.meters.clear()
 
 
+@dataclass
 class Waiting:
     """Names of the tensors that wait on the host now, in the runtime's model and in its PEFT
     wrapper.
     """
 
+    runtime: LayerRuntime
     _hfpatch = True
-
-    def __init__(self, runtime: LayerRuntime):
-        self.runtime = runtime
 
     def __iter__(self):
         owner = self.runtime.owner()

@@ -29,20 +29,19 @@ class SharedKeys(UserDict):
         super().__setitem__(key, value)
 
 
+def _turned(x):
+    # Tokens on axis 1 of a leaf, where arguments.py looks first.
+    return x.transpose(1, 2) if isinstance(x, Tensor) else x
+
+
 def _flatten(shared: SharedKeys):
-    # Tokens on axis 1, where arguments.py looks first.
-    pairs = [
-        x.transpose(1, 2) if isinstance(x, Tensor) else x
-        for pair in shared.data.values()
-        for x in pair
-    ]
-    return pairs, [(key, len(pair)) for key, pair in shared.data.items()]
+    leaves = [_turned(x) for pair in shared.values() for x in pair]
+    return leaves, list(shared)
 
 
 def _unflatten(leaves, keys) -> SharedKeys:
-    leaves = iter(leaves)
-    take = lambda x: x.transpose(1, 2) if isinstance(x, Tensor) else x  # noqa: E731
-    return SharedKeys({key: tuple(take(next(leaves)) for _ in range(n)) for key, n in keys})
+    leaves = map(_turned, leaves)
+    return SharedKeys(zip(keys, zip(leaves, leaves)))
 
 
 pytree.register_pytree_node(SharedKeys, _flatten, _unflatten)
@@ -65,9 +64,8 @@ def left_by(written: dict, calls: list) -> dict:
     """key -> (indices of k and v in the result of `before`) for each entry that a layer wrote.
     ValueError if an entry is not the keys and values of one of these attention calls.
     """
-    places = {
-        id(x): i for i, x in enumerate(x for c in calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE))
-    }
+    made = [x for c in calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
+    places = {id(x): i for i, x in enumerate(made)}
     found = {key: tuple(places.get(id(x)) for x in pair) for key, pair in written.items()}
     if any(None in places for places in found.values()):
         raise ValueError(

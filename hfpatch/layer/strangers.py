@@ -25,7 +25,7 @@ from hfpatch.context.classes import (
 )
 from hfpatch.parts.quantised import WRAPPED, class_of, dense_of, is_fake_quantised
 
-_DECLARED: set[type] = set()
+TOKEN_WISE: set[type] = set()  # the declared classes
 
 
 def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
@@ -42,27 +42,14 @@ def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
     Returns:
         The same class.
 
-    Raises:
-        ValueError: for anything but a class of modules.
-
     Example:
         @hfpatch.token_wise
         class MyNorm(torch.nn.Module):
             def forward(self, x):
                 return x / x.norm(dim=-1, keepdim=True)
     """
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ValueError(
-            f"hfpatch: token_wise takes a class of torch.nn.Module, got {kind!r}. Pass the class, "
-            "not an instance."
-        )
-    _DECLARED.add(kind)
+    TOKEN_WISE.add(kind)
     return kind
-
-
-def is_token_wise(kind: type) -> bool:
-    """Whether a class was declared token-wise."""
-    return kind in _DECLARED
 
 
 def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
@@ -83,7 +70,7 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
         # transformers' tensor parallelism puts a forward on each module whose weights ranks share.
         if other_forward(module) and home_of(vars(module)["forward"]) != "transformers":
             return f"{name}: {replaced_forward(module)}"
-        if kind in _DECLARED:
+        if kind in TOKEN_WISE:
             continue
         if not in_adapter and as_made and (dense_of(module) or _projects(module, kind)):
             continue
@@ -92,7 +79,9 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
                 f"{name}: a {kind.__module__}.{kind.__qualname__} that hfpatch does not know "
                 "(hfpatch.token_wise declares one that computes each token alone)"
             )
-        for inner, m in modules_of(module).items() if kind is MADE_FROM[type(module)] else ():
+        if kind is not MADE_FROM[type(module)]:
+            continue
+        for inner, m in modules_of(module).items():
             base = in_adapter and inner in WRAPPED  # what PEFT wraps has its wrapper's name
             todo.append((name if base else f"{name}.{inner}", m, in_adapter and not base))
     return None
@@ -115,10 +104,11 @@ def _projects(module: nn.Module, kind: type) -> bool:
 def kinds_in(layer: nn.Module) -> frozenset[type]:
     """The classes of the modules in a layer that run known code."""
     home = package_of(layer)
-    kinds = {MADE_FROM[type(m)] for m in layer.modules()}
-    return frozenset(
-        k for k in kinds if k.forward is LINEAR or _is_known(k, home) and _is_known(k.forward, home)
-    )
+    found = set()
+    for kind in {MADE_FROM[type(m)] for m in layer.modules()}:
+        if kind.forward is LINEAR or _is_known(kind, home) and _is_known(kind.forward, home):
+            found.add(kind)
+    return frozenset(found)
 
 
 def _is_known(code, home: str) -> bool:

@@ -11,7 +11,6 @@ autograd saves of a slot. So only layers in tiles may be differentiated: they le
 Adapters and trained parameters stay on the device, as do embeddings and head.
 """
 
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,7 +26,9 @@ from hfpatch.compat import (
     not_for_deepspeed,
     parameters_of,
     storage_of,
+    values_for_now,
 )
+from hfpatch.context.classes import home_of
 from hfpatch.layer.forward_state import edited, is_sharded
 from hfpatch.parallel.shards import tensor_parallel_group
 from hfpatch.store.transfers import Ring, Saved, Ticket, Transfers
@@ -39,7 +40,8 @@ ALIGNED = 256  # bytes; a tensor starts at a multiple of it
 
 def _under_adapters(layer: nn.Module) -> list[nn.Module]:
     """The layer's modules without adapters: of a wrapper's children, only its base."""
-    found, left = [], [layer]
+    found = []
+    left = [layer]
     while left:
         module = left.pop()
         found.append(module)
@@ -51,20 +53,25 @@ def _under_adapters(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _parts(tensor: Tensor, holder, name: str) -> list:
-    """(holder, name, tensor) of the plain tensors that make up a tensor."""
+def _parts(table: dict, name: str) -> list:
+    """(table, name) of the plain tensors that make up the tensor table[name]."""
+    tensor = table[name]
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None and not is_fake(tensor):
-        return [row for n in flatten()[0] for row in _parts(getattr(tensor, n), tensor, n)]
-    return [(holder, name, tensor)]
+    if flatten is None or is_fake(tensor):
+        return [(table, name)]
+    names, _ = flatten()
+    return [row for n in names for row in _parts(vars(tensor), n)]
 
 
 def _state(value, depth: int = 2) -> list:
     """The same for bitsandbytes' state of a weight: scales and codes."""
-    if type(value).__module__.partition(".")[0] != "bitsandbytes" or not depth:
+    if home_of(type(value)) != "bitsandbytes" or not depth:
         return []
-    own = [(value, n, t) for n, t in vars(value).items() if isinstance(t, Tensor)]
-    return own + [row for other in vars(value).values() for row in _state(other, depth - 1)]
+    own = vars(value)
+    found = [(own, n) for n, x in own.items() if isinstance(x, Tensor)]
+    for inner in own.values():
+        found += _state(inner, depth - 1)
+    return found
 
 
 def frozen_tables(layer: nn.Module) -> list[tuple[dict, str]]:
@@ -73,26 +80,26 @@ def frozen_tables(layer: nn.Module) -> list[tuple[dict, str]]:
     """
     found = []
     for module in _under_adapters(layer):
-        own = {n: p for n, p in parameters_of(module).items() if p is not None}
-        found += [(parameters_of(module), n) for n, p in own.items() if not p.requires_grad]
-        if "in_features" in vars(module) and not any(p.requires_grad for p in own.values()):
-            found += [
-                (buffers_of(module), n) for n, b in buffers_of(module).items() if b is not None
-            ]
+        own = parameters_of(module)
+        frozen = [n for n, p in own.items() if p is None or not p.requires_grad]
+        found += [(own, n) for n in frozen if own[n] is not None]
+        if "in_features" in vars(module) and len(frozen) == len(own):
+            buffers = buffers_of(module)
+            found += [(buffers, n) for n, b in buffers.items() if b is not None]
     return found
 
 
-def _travelling(layer: nn.Module) -> list:
-    """(holder, name, tensor) of all frozen tensors and of their quantisation state, each once."""
-    rows = [row for table, n in frozen_tables(layer) for row in _parts(table[n], table, n)]
-    frozen = [table[n] for table, n in frozen_tables(layer)]
-    beside = [
-        v for holder in (*frozen, *_under_adapters(layer)) for v in (holder, *vars(holder).values())
-    ]
-    rows += [row for value in beside for row in _state(value)]
-    return list(
-        {(id(holder), name): (holder, name, tensor) for holder, name, tensor in rows}.values()
-    )
+def _travelling(layer: nn.Module) -> list[tuple[dict, str]]:
+    """(table, name) of all frozen tensors and of their quantisation state, each once."""
+    rows = []
+    owners = _under_adapters(layer)
+    for table, name in frozen_tables(layer):
+        rows += _parts(table, name)
+        owners.append(table[name])
+    for owner in owners:
+        for value in (owner, *vars(owner).values()):
+            rows += _state(value)
+    return list({(id(table), name): (table, name) for table, name in rows}.values())
 
 
 @dataclass
@@ -106,14 +113,12 @@ class _Piece:
     nbytes: int
     strides: tuple
     host: Tensor | None = None
-    storage: int | None = None  # of `host`
 
-    def cut(self, bytes_N: Tensor) -> Tensor:
-        """Its bytes in a block or slot."""
-        return bytes_N[self.start : self.start + self.nbytes]
-
-    def of(self, own_N: Tensor) -> Tensor:
-        """Its bytes, viewed as the tensor."""
+    def of(self, bytes_N: Tensor, alone: bool = False) -> Tensor:
+        """Its bytes in a block or slot, viewed as the tensor. alone: in a storage of its own."""
+        own_N = bytes_N[self.start : self.start + self.nbytes]
+        if alone and not is_fake(own_N):
+            own_N = torch.from_numpy(own_N.numpy())
         return own_N.view(self.tensor.dtype).as_strided(self.tensor.shape, self.strides)
 
 
@@ -127,73 +132,61 @@ class Packed:
     """
 
     def __init__(self, layer: nn.Module, transfers: Transfers, others: set[int]):
-        self.kind = type(layer).__name__
         self.pieces = []
         self.nbytes = 0
+        self.saved = None
         starts = {}
-        for holder, name, tensor in _travelling(layer):
+        for table, name in _travelling(layer):
+            tensor = table[name]
             if id(tensor) in others:
                 raise ValueError(
                     f'hfpatch: frozen_weights="host" needs weights of one layer each, and {name} '
-                    f"of a {self.kind} is shared with another layer. Pass "
+                    f"of a {type(layer).__name__} is shared with another layer. Pass "
                     'Checkpointing(frozen_weights="gpu").'
                 )
             if not isinstance(tensor, nn.Parameter):
                 # All layers may share a table of levels: this layer gets its own alias.
-                tensor = tensor.detach()
-                holder.__setitem__(name, tensor) if isinstance(holder, dict) else setattr(
-                    holder, name, tensor
-                )
-            strides = (
-                tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor).stride()
-            )
+                table[name] = tensor = tensor.detach()
+            strides = torch.empty_like(tensor, device="meta").stride()
             nbytes = tensor.numel() * tensor.element_size()
             # One place for two names of the same memory (an 8-bit weight and its state's).
             known = id(tensor) if is_fake(tensor) else (tensor.data_ptr(), nbytes)
             if starts.setdefault(known, self.nbytes) == self.nbytes:
                 self.nbytes += -(-nbytes // ALIGNED) * ALIGNED
             self.pieces.append(_Piece(tensor, starts[known], nbytes, strides))
-        self.tables, self.saved = noted(layer), None
+        self.frozen = frozen_in(layer)
         if self.nbytes:
             self._to_host(transfers)
 
     def _to_host(self, transfers: Transfers) -> None:
-        block = transfers.pool.take(self.nbytes)
-        self.saved = Saved((1, self.nbytes), torch.uint8, block=block, row_bytes=1, resident=False)
-        block, device = self.saved.block.bytes, transfers.device
+        loan = transfers.pool.take(self.nbytes)
+        self.saved = Saved((1, self.nbytes), torch.uint8, block=loan, row_bytes=1, resident=False)
+        block = loan.bytes
+        device = transfers.device
         with torch.no_grad():
             for piece in self.pieces:
-                piece.of(piece.cut(block)).copy_(piece.tensor, non_blocking=device.pins)
-        device.synchronize(device.mark())
-        for piece in self.pieces:
-            own_N = piece.cut(block)
-            if not is_fake(own_N):
                 # A storage of its own: saving a tensor must not save the whole block.
-                own_N = torch.from_numpy(own_N.numpy())
-            piece.tensor.data = piece.host = piece.of(own_N)
-            not_for_deepspeed(piece.tensor, True)
-        for piece in self.pieces:  # in a second loop: two names may be one tensor's
-            piece.storage = storage_of(piece.tensor)
+                piece.host = piece.of(block, alone=True)
+                piece.host.copy_(piece.tensor, non_blocking=device.pins)
+                not_for_deepspeed(piece.tensor, True)
+        device.synchronize(device.mark())
+        self.rest()
 
     def given_others(self) -> bool:
         """Whether a tensor at rest lies in other memory now: its `.data` was replaced."""
-        return any(storage_of(piece.tensor) != piece.storage for piece in self.pieces)
+        return any(storage_of(piece.tensor) != storage_of(piece.host) for piece in self.pieces)
 
     def move_to(self, bytes_N: Tensor) -> None:
         for piece in self.pieces:
-            piece.tensor.data = piece.of(piece.cut(bytes_N))
+            piece.tensor.data = piece.of(bytes_N)
 
     def rest(self) -> None:
         for piece in self.pieces:
             piece.tensor.data = piece.host
 
 
-def noted(layer: nn.Module) -> list:
-    return [(table, n, table[n]) for table, n in frozen_tables(layer)]
-
-
-def same(a: list, b: list) -> bool:
-    return len(a) == len(b) and all(x is y for row, other in zip(a, b) for x, y in zip(row, other))
+def frozen_in(layer: nn.Module) -> list[Tensor]:
+    return [table[n] for table, n in frozen_tables(layer)]
 
 
 # --- all layers' blocks and the slots -------------------------------------------------------------
@@ -209,14 +202,11 @@ class StreamedWeights:
     def __init__(self, on: bool):
         self.on = on
         self.packed: dict[int, Packed] = {}
-        self.transfers: Transfers | None = None
         self.ring: Ring | None = None
         self.tickets: dict[int, Ticket] = {}  # fetches into the slots, the oldest first
         # The layer that the previous forward prefetched. A forward of any other layer drops all slots
         # first, so that edits to weights at rest count.
         self.prefetched: int | None = None
-        # one thread at a time uses slots and moves parameters, for as long as a layer runs
-        self.lock = threading.RLock()
 
     # -- putting them on the host ------------------------------------------------------------------
     @torch.inference_mode(False)
@@ -224,15 +214,17 @@ class StreamedWeights:
         """Moves the frozen weights of these layers to host memory, once. ValueError if an engine or
         several ranks hold them, or if two layers have one.
         """
-        if self.transfers is not None and self.transfers.on_device != device:
+        if self.ring is not None and self.ring.transfers.on_device != device:
             self.close()  # the model is on another device now
         for layer in layers:
-            packed = self.packed.get(layer._hfpatch.index)
+            index = layer._hfpatch.index
+            packed = self.packed.get(index)
             if packed is not None:
-                if same(packed.tables, noted(layer)) and not packed.given_others():
+                as_packed = list(map(id, frozen_in(layer))) == list(map(id, packed.frozen))
+                if as_packed and not packed.given_others():
                     continue
                 self.drop()
-                del self.packed[layer._hfpatch.index]
+                del self.packed[index]
             flat = any(map(is_view_of_flat, layer.parameters()))
             if flat or is_sharded(layer) or tensor_parallel_group(layer) is not None:
                 raise ValueError(
@@ -240,11 +232,10 @@ class StreamedWeights:
                     f"{type(layer).__name__} whose weights are sharded over ranks. Leave "
                     "frozen_weights out, or train adapters without an engine."
                 )
-            if self.transfers is None:
-                self.transfers = Transfers(device, "host")
-                self.ring = Ring(self.transfers)
+            if self.ring is None:
+                self.ring = Ring(Transfers(device, "host"))
             others = {id(piece.tensor) for p in self.packed.values() for piece in p.pieces}
-            self.packed[layer._hfpatch.index] = Packed(layer, self.transfers, others)
+            self.packed[index] = Packed(layer, self.ring.transfers, others)
 
     @property
     def host_bytes(self) -> int:
@@ -257,22 +248,17 @@ class StreamedWeights:
         return max((packed.nbytes for packed in self.packed.values()), default=0)
 
     @contextmanager
-    def staying(self, layer: nn.Module, function):
-        """Context in which `function`, which Module._apply applies to a layer's tensors, skips
-        those that wait on the host.
+    def staying(self, layer: nn.Module, to: torch.device):
+        """Context in which Module._apply, which moves a layer's tensors to a device, skips those that
+        wait on the host.
         """
-        taken = noted(layer) if self.on else []
-        to = function(torch.empty(0, device="cpu")).device
-        if not self.packed and to.type == "cpu":
-            taken = []
-        for table, n, tensor in taken:
-            not_for_deepspeed(tensor, True)
-            table[n] = None
-        try:
+        staying = []
+        if self.on and (self.packed or to.type != "cpu"):
+            staying = frozen_tables(layer)
+        for table, n in staying:
+            not_for_deepspeed(table[n], True)
+        with values_for_now([(table, n, None) for table, n in staying]):
             yield
-        finally:
-            for table, n, tensor in taken:
-                table[n] = tensor
 
     # -- bringing them to the device ---------------------------------------------------------------
     @contextmanager
@@ -284,12 +270,11 @@ class StreamedWeights:
             yield
             return
         index = layer._hfpatch.index
-        with self.lock:
-            self.pack([layer], device)
-            if self.prefetched != index:
-                self.drop()  # weights at rest may have changed: loaded, merged
-            with self._on_device(index, index + 1, index + 1):
-                yield
+        self.pack([layer], device)
+        if self.prefetched != index:
+            self.drop()  # weights at rest may have changed: loaded, merged
+        with self._on_device(index, index + 1, index + 1):
+            yield
 
     @contextmanager
     def backward(self, layer: nn.Module, next_layer: nn.Module | None):
@@ -297,13 +282,12 @@ class StreamedWeights:
         if not self.on:
             yield
             return
-        with self.lock:
-            packed = self.packed.get(layer._hfpatch.index)
-            if self.packed and (packed is None or packed.given_others()):
-                raise edited(f"a weight of a {type(layer).__name__}", "replaced")
-            following = None if next_layer is None else next_layer._hfpatch.index
-            with self._on_device(layer._hfpatch.index, following):
-                yield
+        packed = self.packed.get(layer._hfpatch.index)
+        if self.packed and (packed is None or packed.given_others()):
+            raise edited(f"a weight of a {type(layer).__name__}", "replaced")
+        following = None if next_layer is None else next_layer._hfpatch.index
+        with self._on_device(layer._hfpatch.index, following):
+            yield
 
     @contextmanager
     def _on_device(self, index: int, following: int | None, prefetched: int | None = None):
@@ -311,9 +295,10 @@ class StreamedWeights:
         if packed is None or not packed.nbytes:
             yield
             return
-        if self.ring.stream != self.transfers.device.current():
+        device = self.ring.transfers.device
+        if self.ring.stream != device.current():
             self.drop()
-        ticket, device = None, self.transfers.device
+        ticket = None
         try:
             # tensors made in inference mode could not be written to outside it
             with torch.inference_mode(False):
@@ -347,7 +332,7 @@ class StreamedWeights:
                 self.tickets.pop(next(iter(self.tickets))).done()
             free = self.ring.free
             request = (packed.saved, 0, packed.nbytes, None)
-            ticket = self.transfers.fetch([request], free.popleft(), free)
+            ticket = self.ring.transfers.fetch([request], free.popleft(), free)
         self.tickets[index] = ticket
         return ticket
 
@@ -371,4 +356,5 @@ class StreamedWeights:
     def close(self) -> None:
         """Frees slots and streams. Parameters stay in host memory and keep it alive."""
         self.drop()
-        self.packed, self.transfers, self.ring = {}, None, None
+        self.packed = {}
+        self.ring = None

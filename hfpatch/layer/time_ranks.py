@@ -47,7 +47,8 @@ class RankTiles(TimeTiles):
 
     def __init__(self, sequence, *args):
         super().__init__(*args)
-        self.sequence, self.device = sequence, None
+        self.sequence = sequence
+        self.device: torch.device | None = None
         self.froms: dict[int, int] = {}
         self.tos: dict[int, int] = {}
         self.states: list[tuple] = []
@@ -55,19 +56,21 @@ class RankTiles(TimeTiles):
 
     def pieces(self, mixer, t: int) -> list[tuple[slice, int, int, bool]]:
         """The tiles as in TimeTiles.pieces, chunk by chunk, of this rank's t tokens."""
-        found, owner = [], self.sequence.owner
+        found: list = []
         for chunk, first, last in self.sequence.chunks(t):
-            begin, end = chunk * (last - first), (chunk + 1) * (last - first)
+            begin = chunk * (last - first)
+            end = begin + last - first
             for rows, start, stop in mixer.documents(t * self.sequence.size):
-                a, b = max(start, begin), min(stop, end)
-                if a >= b:
+                if start >= end or stop <= begin:
                     continue
                 if start < begin:
-                    self.froms[len(found)] = owner(chunk - 1)
-                cuts = self._cut(mixer, rows, a - begin + first, b - begin + first, a - start)
-                found += [(rows, x, y, a == start and not i) for i, (x, y) in enumerate(cuts)]
+                    self.froms[len(found)] = self.sequence.owner(chunk - 1)
+                a = max(start, begin)
+                here = first - begin  # the tokens of this rank, in its own count
+                cuts = self._cut(mixer, rows, a + here, min(stop, end) + here, a - start)
+                found += [(rows, x, y, x - here == start) for x, y in cuts]
                 if stop > end:
-                    self.tos[len(found)] = owner(chunk + 1)
+                    self.tos[len(found)] = self.sequence.owner(chunk + 1)
         return found
 
     def cuts(self, mixer, t: int) -> bool:
@@ -80,7 +83,8 @@ class RankTiles(TimeTiles):
                 return a - first + chunk * (last - first)
 
     def forward(self, mixer, x_BtD: Tensor) -> Tensor:
-        self.tokens, self.device = x_BtD.shape[1], x_BtD.device
+        self.tokens = x_BtD.shape[1]
+        self.device = x_BtD.device
         rows = slice(None) if mixer.bounds is None else slice(0, 1)
         self.states = _states_of(mixer, x_BtD, rows)
         return super().forward(mixer, x_BtD)

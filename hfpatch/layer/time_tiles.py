@@ -9,7 +9,7 @@ decoder/time_probe.py finds the mixers that can run this way.
 """
 
 import math
-from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ def cut_document(start: int, end: int, tile: int, past: int = 0) -> list[tuple[i
     return list(zip(starts, [*starts[1:], end]))
 
 
+@dataclass(eq=False)
 class TimeTiles:
     """The tiles of one call of a mixer.
 
@@ -55,16 +56,11 @@ class TimeTiles:
         entries: the saved first states of each tile.
     """
 
-    def __init__(
-        self,
-        argument: str,
-        tile: int,
-        transfers: Transfers | None = None,
-        rng: dict | None = None,
-    ):
-        self.argument, self.tile = argument, tile
-        self.transfers, self.rng = transfers, rng
-        self.entries: list[dict[tuple, tuple[Saved, int, torch.Size]]] = []
+    argument: str
+    tile: int
+    transfers: Transfers | None = None
+    rng: dict | None = None
+    entries: list[dict[tuple, tuple[Saved, int, torch.Size]]] = field(default_factory=list)
 
     def pieces(self, mixer, T: int) -> list[tuple[slice, int, int, bool]]:
         """(rows, first, last, whether a document begins) of each tile."""
@@ -75,8 +71,11 @@ class TimeTiles:
 
     def _cut(self, mixer, rows: slice, start: int, end: int, past: int = 0) -> list:
         chunk = chunk_of(mixer.module)
-        tile = self.tile // (mixer.B if rows == slice(None) else 1) // chunk * chunk
-        return cut_document(start, end, max(tile, chunk), past % chunk)
+        tile = self.tile
+        if rows == slice(None):
+            tile //= mixer.B
+        tile = max(chunk, tile // chunk * chunk)
+        return cut_document(start, end, tile, past % chunk)
 
     def place(self, a: int) -> int:
         """The index, in the batch's rows, of token `a` of x."""
@@ -87,9 +86,11 @@ class TimeTiles:
         return not all(first for *_, first in self.pieces(mixer, T))
 
     def forward(self, mixer, x_BTD: Tensor) -> Tensor:
-        pieces, out, states = self.pieces(mixer, x_BTD.shape[1]), None, {}
+        pieces = self.pieces(mixer, x_BTD.shape[1])
         self.entries = []
         buffers: dict = {}
+        states: dict = {}
+        out = None
         for index, (rows, a, b, begins) in enumerate(pieces):
             states = self._handed_on(states, index, begins)
             if self.transfers is not None:
@@ -135,10 +136,7 @@ class TimeTiles:
     def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
         """(output, last states) of one tile."""
         states = States(before)
-        drawing = nullcontext()
-        if self.rng is not None:
-            drawing = replayed(self.rng, (mixer.module, index), x.device)
-        with drawing:
+        with replayed(self.rng, (mixer.module, index), x.device):
             return mixer.call(x, *piece, states), states.after
 
     def _handed_on(self, states: dict, index: int, begins: bool) -> dict:
@@ -156,16 +154,17 @@ class TimeTiles:
         """Saves a tile's first states. All tiles share one buffer of the offload tier for each kind
         of state, and tile n uses row n: each buffer has to be registered with CUDA.
         """
-        kept, tier = {}, self.transfers
+        kept = {}
+        index = len(self.entries)
         for key, state in states.items():
             flat = state.detach().reshape(1, 1, -1)
-            if tier.tier == "gpu":
-                kept[key] = tier.save(flat), 0, state.shape
+            if self.transfers.tier == "gpu":
+                kept[key] = (self.transfers.save(flat), 0, state.shape)
                 continue
             if key not in buffers:
-                buffers[key] = tier.reserve((1, tiles, flat.shape[2]), flat.dtype)
-            tier.put(buffers[key], len(self.entries), flat)
-            kept[key] = buffers[key], len(self.entries), state.shape
+                buffers[key] = self.transfers.reserve((1, tiles, flat.shape[2]), flat.dtype)
+            self.transfers.put(buffers[key], index, flat)
+            kept[key] = (buffers[key], index, state.shape)
         self.entries.append(kept)
 
     def _fetch(self, index: int, pieces: list, x_BTD: Tensor):

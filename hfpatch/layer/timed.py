@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import pytree
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.mixers import Mixer
@@ -33,19 +32,19 @@ class LayerAsMixer(Mixer):
 
     @classmethod
     def of(cls, traced: Traced) -> "LayerAsMixer":
-        given = traced.arguments
+        own = traced.arguments
         batch = traced.batch
-        leaves, spec = pytree.tree_flatten(((None, *given.args), given.kwargs))
-        axes = Arguments((None, *given.args), given.kwargs, given.B, given.T).axes
+        given = Arguments((None, *own.args), own.kwargs, own.B, own.T)
         return cls(
-            traced.layer, leaves, spec, 0, axes, given.B, traced.configs, batch, batch.document_bounds,
-            traced=traced,
+            traced.layer, *given.flat, 0, given.axes, own.B, traced.configs, batch,
+            batch.document_bounds, traced=traced,
         )  # fmt: skip
 
     def _run(self, args, kwargs):
         return self.traced.run(args, kwargs, self.unread)
 
 
+@dataclass(eq=False)
 class SavedTiles(TimeTiles):
     """TimeTiles of a layer whose input waits in the store. saved: the input."""
 
@@ -74,7 +73,7 @@ class TimedCall(LayerCall):
             self.x = self.time.saved = self.queue.transfers.save(x_BTD)
         pieces = self.time.pieces(self.mixer, x_BTD.shape[1])
         self.bounds = tuple((a, b) for _, a, b, _ in pieces)
-        return [self.time.forward(self.mixer, x_BTD.detach())]
+        return [self.time.forward(self.mixer, x_BTD)]
 
     def prefetch(self) -> None:
         """Does nothing: backward prefetches its tiles itself."""
@@ -91,19 +90,17 @@ class TimedCall(LayerCall):
         return dx
 
 
-def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
-    """The fields of a TimedCall if this call of a layer may be one, else None."""
+def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict:
+    """The fields of a TimedCall if this call of a layer may be one, else an empty dict."""
     layer = traced.layer
-    carries = traced.traits.carries
-    if policy.every > 1 or traced.records is not None or traced.wanted or runtime.shards:
-        return None
+    if policy.every > 1 or traced.records is not None or traced.arguments.wanted or runtime.shards:
+        return {}
     if layer._hfpatch.streams is not None or traced.batch.sequence is not None:
-        return None
+        return {}
     mixer = LayerAsMixer.of(traced)
-    tile = policy.tile
-    time = mixer.time = SavedTiles(carries, tile, rng=traced.rng)
+    time = mixer.time = SavedTiles(traced.traits.carries, policy.tile, rng=traced.rng)
     B, T = x.shape[:2]
-    short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B
-    if short or tile < chunk_of(layer):
-        return None  # documents make too many tiles, or a tile is shorter than the mixers' chunk
+    most = MOST_PIECES * -(-B * T // policy.tile) + B
+    if len(time.pieces(mixer, T)) > most or policy.tile < chunk_of(layer):
+        return {}  # documents make too many tiles, or a tile is shorter than the mixers' chunk
     return {"mixer": mixer, "time": time}

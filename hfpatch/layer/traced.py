@@ -5,15 +5,15 @@ No family has code in this file.
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import collecting, modules_in, values_for_now
+from hfpatch.compat import collecting, values_for_now
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
-from hfpatch.layer.adapted_experts import experts_forwards, experts_in
+from hfpatch.layer.adapted_experts import experts_forwards
 from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.condition import Condition
 from hfpatch.layer.gate_up import gates_of
 from hfpatch.layer.graph_bytes import tile_graph, unmeasured
 from hfpatch.layer.mixers import Mixer, standing_in
@@ -25,8 +25,6 @@ from hfpatch.layer.weight_gradients import walk
 from hfpatch.parts.keeping import keeping
 from hfpatch.parts.unread import add_up, skippable, skipping
 
-_TENSOR = object()
-
 
 @dataclass
 class Traced:
@@ -34,9 +32,9 @@ class Traced:
 
     Attributes:
         layer, arguments, traits, configs, batch: as the call met them.
-        forward: the layer's own, if it is not a TiledLayer yet.
-        condition: layer.condition.Condition, as long as it holds; None for a small instance.
-        autocast: its dtype in forward, and whether it cached casts.
+        condition: layer.condition.Condition, as long as it holds.
+        forward: the layer's own.
+        autocast: its dtype in forward, or None.
         rng: generator states, by phase and tile; None if nothing in the layer draws random numbers.
         records: keys of what else transformers records inside the layer (router logits); None if it
             records nothing in this forward.
@@ -51,8 +49,8 @@ class Traced:
 
     Of the last `after`:
         recorded: (key, dimensions) of each recorded tensor.
-        beside: the layer's further return values, with _TENSOR for tensors; None if it returns its
-            output alone.
+        beside: the layer's further return values, the class Tensor in place of each tensor; None if
+            it returns its output alone.
     """
 
     layer: nn.Module
@@ -60,9 +58,9 @@ class Traced:
     traits: LayerTraits
     configs: tuple
     batch: object
-    forward: object = None
-    condition: object = None
-    autocast: tuple = (None, True)
+    condition: Condition
+    forward: object
+    autocast: torch.dtype | None = None
     rng: dict | None = None
     records: tuple[str, ...] | None = ()
     found: dict = field(default_factory=dict)
@@ -73,17 +71,13 @@ class Traced:
     recorded: list = field(default_factory=list)
     beside: tuple | None = None
 
-    def __post_init__(self):
-        # the arguments besides the hidden states that need a gradient
-        self.wanted: list[Tensor] = self.arguments.wanted()
-
     # -- one run of a part -------------------------------------------------------------------------
     def _run(self, role, x_BtD: Tensor, args: tuple, kwargs: dict):
         """The layer's own forward on a tile, in which `role` meets attention and mixers."""
         mixers = self.traits.mixers
         stand_ins = standing_in(self.layer, mixers, role.mixer) if mixers else nullcontext()
         with asking(role), stand_ins, our_attention(self.configs, self.batch):
-            return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
+            return self.forward(x_BtD, *args, **kwargs)
 
     def before(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, then each
@@ -96,17 +90,20 @@ class Traced:
             return []
         # An argument's gradient may read any value. It goes to the tile's stand-in for the
         # argument.
-        unread = unread and not self.wanted
+        unread = unread and not self.arguments.wanted
         names = self.traits.unread_before if unread else ()
-        run = partial(self._before, _without_graph(x_BtD), a, b)
-        with self._forwards(names, x_BtD.device.type, unread):
-            parts = self.replayed("before", a, x_BtD.device, run)
+        device = x_BtD.device
+        with (
+            self._forwards(names, device.type, unread),
+            replayed(self.rng, ("before", a), device),
+        ):
+            parts = self._before(x_BtD, a, b)
         # mixers cast their input themselves, and autocast leaves float64
-        dtype = self.autocast[0]
-        if dtype is None:
-            return parts
-        n = 3 * len(self.asked)
-        return [x if x.dtype == torch.float64 else x.to(dtype) for x in parts[:n]] + parts[n:]
+        if self.autocast is not None:
+            for i, x in enumerate(parts[: 3 * len(self.asked)]):
+                if x.dtype != torch.float64:
+                    parts[i] = x.to(self.autocast)
+        return parts
 
     def _before(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(len(self.traits.mixing))
@@ -128,8 +125,8 @@ class Traced:
         self.mixers = []
         for name in self.traits.mixers:
             module = self.layer.get_submodule(name)
-            given = *note.mixed[name], self.configs, self.batch
-            mixer, x = self.arguments.mixer(module, *given)
+            args, kwargs = note.mixed[name]
+            mixer, x = self.arguments.mixer(module, args, kwargs, self.configs, self.batch)
             self.mixers.append(mixer)
             parts.append(x)
         return parts
@@ -143,22 +140,25 @@ class Traced:
         adding = self.adding if backward else None
         key = names, adding
         if key not in self.found:
-            known = self.condition
-            # found once while the layer has the same modules and tensors
-            can_skip = {} if known is None else known.can_skip
-            if names and names not in can_skip:
-                can_skip[names] = skippable(self.layer, names)
-            filled = self.rng is not None
-            found = skipping(can_skip[names], device, adding=adding, filled=filled) if names else []
-            found += add_up(self.layer, found, device, adding) if adding else []
-            layouts, chains = known.experts if known else experts_in(modules_in(self.layer))
-            if layouts:
-                found += experts_forwards(layouts, chains, dict(found), adding)
-            self.found[key] = rows = []
-            for module, forward in found:
-                rows.append((module.__dict__, "forward", forward))
+            self.found[key] = self._rows(names, device, adding)
         rows = self.found[key]
         return values_for_now(rows) if rows else nullcontext()
+
+    def _rows(self, names: tuple[str, ...], device: str, adding) -> list[tuple]:
+        found = []
+        if names:
+            # found once while the layer has the same modules and tensors
+            can_skip = self.condition.can_skip
+            if names not in can_skip:
+                can_skip[names] = skippable(self.layer, names)
+            filled = self.rng is not None
+            found = skipping(can_skip[names], device, adding=adding, filled=filled)
+        if adding:
+            found += add_up(self.layer, found, device, adding)
+        layouts, chains = self.condition.experts
+        if layouts:
+            found += experts_forwards(layouts, chains, dict(found), adding)
+        return [(module.__dict__, "forward", forward) for module, forward in found]
 
     def after(
         self,
@@ -178,18 +178,21 @@ class Traced:
         those of the projections whose results are known.
         """
         found = {key: [] for key in self.records} if self.records else {}
-        names = (
-            self.traits.unread_after if unread and not self.wanted else self.traits.unread_always
-        )
+        names = self.traits.unread_always
+        if unread and not self.arguments.wanted:
+            names = self.traits.unread_after
         if known:
             names = (*names, *gates_of(self.layer))
+        n = len(self.traits.attention)
+        role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
+        device = x_BtD.device
         with (
-            self._forwards(names, x_BtD.device.type, unread),
+            self._forwards(names, device.type, unread),
             nullcontext() if self.records is None else collecting(found),
             keeping(noted, known) if noted is not None or known else nullcontext(),
+            replayed(self.rng, ("after", a), device),
         ):
-            run = partial(self._after, _without_graph(x_BtD), outs_BtHE, a, b)
-            y = self.replayed("after", a, x_BtD.device, run)
+            y = self._run(role, x_BtD, *self.arguments.tile(a, b))
         self.recorded = []
         self.beside = None
         if isinstance(y, Tensor) and not found:
@@ -201,13 +204,8 @@ class Traced:
                 extras.append(_by_rows(x, x_BtD))
         if isinstance(y, Tensor):
             return [y, *extras]
-        self.beside = tuple(_TENSOR if isinstance(x, Tensor) else x for x in y[1:])
+        self.beside = tuple(Tensor if isinstance(x, Tensor) else x for x in y[1:])
         return [y[0], *extras, *(x for x in y[1:] if isinstance(x, Tensor))]
-
-    def _after(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
-        n = len(self.traits.attention)
-        role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
-        return self._run(role, x_BtD, *self.arguments.tile(a, b))
 
     def run(self, args: tuple, kwargs: dict, unread: bool):
         """The layer's return value for a tile, with the mixers' states among these arguments.
@@ -217,20 +215,11 @@ class Traced:
         before = self.traits.unread_always
         names = tuple(n for n in self.traits.unread_after if unread and n not in before)
         with self._forwards(names, args[0].device.type, True):
-            y = (self.forward or self.layer.stock_forward)(*args, **kwargs)
+            y = self.forward(*args, **kwargs)
         self.beside = None if isinstance(y, Tensor) else y[1:]
         return y
 
     # -- what a LayerCall and its Backward call ----------------------------------------------------
-    def replayed(self, phase: str, start: int, device: torch.device, run):
-        """run(), for the tile at `start`. A forward saves the generators' state, a rerun restores
-        it.
-        """
-        if self.rng is None:
-            return run()
-        with replayed(self.rng, (phase, start), device):
-            return run()
-
     def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights):
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
@@ -268,26 +257,23 @@ class Traced:
         return parts, back
 
     def _walk(self, weights, outputs, grads, inputs: list[Tensor], given: list) -> list:
-        """The gradients of `inputs`, None where it wants none. given: stand-ins of the layer's
+        """The gradients of `inputs`, as of weight_gradients.walk. given: stand-ins of the layer's
         other arguments, with the sums of their gradients.
         """
         # Tiles of several rows are not contiguous, which some of torchao's products need.
         grads = [None if dy is None else dy.contiguous() for dy in grads]
-        wanted = [x for x in inputs if x.requires_grad]
-        found = iter(walk([weights], outputs, grads, [*wanted, *(x for _, x in given)]))
-        made = [next(found) if x.requires_grad else None for x in inputs]
-        for (into, _), grad in zip(given, found):
+        found = walk([weights], outputs, grads, [*inputs, *(x for _, x in given)])
+        n = len(inputs)
+        for (into, _), grad in zip(given, found[n:]):
             if grad is not None:
                 into.add_(grad)
-        return made
+        return found[:n]
 
     @contextmanager
     def for_backward(self, weights, several: bool):
-        if several:
-            self.adding = weights.adding
-            self.found = {}
+        self.adding = weights.adding if several else None
         try:
-            with self.arguments.gradients() if self.wanted else nullcontext(()) as gradients:
+            with self.arguments.gradients() as gradients:
                 yield gradients
         # also after an out-of-memory error: the graph may live on, and would keep the sums
         finally:
@@ -299,23 +285,15 @@ class Traced:
         for key, dims in self.recorded:
             x = next(extras)
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
-        beside = self.beside and tuple(next(extras) if x is _TENSOR else x for x in self.beside)
+        beside = self.beside and tuple(next(extras) if x is Tensor else x for x in self.beside)
         for key, places in self.left.items():
             shared[key] = tuple(next(extras).transpose(1, 2) for _ in places)
         return y if beside is None else (y, *beside)
 
 
-def _without_graph(x: Tensor) -> Tensor:
-    """x, without requires_grad where no graph is made: a view made there keeps it, but has no
-    grad_fn."""
-    return x if torch.is_grad_enabled() else x.detach()
-
-
 def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
     """A recorded tensor as [B, t, ...]; it may come as [B*t, ...]."""
     B, t = x_BtD.shape[:2]
-    return (
-        recorded.unflatten(0, (B, t))
-        if recorded.shape[0] == B * t and recorded.shape[:2] != (B, t)
-        else recorded
-    )
+    if recorded.shape[:2] == (B, t) or recorded.shape[0] != B * t:
+        return recorded
+    return recorded.unflatten(0, (B, t))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import hooked, without_hooks
-from hfpatch.layer.forward_state import ForwardState, as_in_forward, tensor_at
+from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
 
@@ -32,13 +32,12 @@ class WeightGradients(ExitStack):
         super().__init__()
         self.state = state
         self.several = several
-        self.sums: list[Tensor | None] = [None] * sum(state.trained)
+        self.sums: list[Tensor | None] = [None] * len(state.trained)
 
     def __enter__(self):
         super().__enter__()
         self.enter_context(as_in_forward(self.state))
-        places = zip(self.state.places, self.state.trained)
-        self.tensors = [tensor_at(*place) for place, trained in places if trained]
+        self.tensors = [table[name] for _, table, name in self.state.trained]
         for x in self.tensors:
             if not x.requires_grad:  # frozen since the forward
                 self.callback(x.requires_grad_, False)
@@ -102,19 +101,21 @@ class WeightGradients(ExitStack):
         return sums
 
 
-def walk(layers: list[WeightGradients], outputs, grads, inputs) -> tuple[Tensor | None, ...]:
-    """The gradients of `inputs`, from the gradients of a tile's outputs; outputs without one, or
-    without a graph, are left out. Gradients of the layers' weights are added to their sums.
+def walk(layers: list[WeightGradients], outputs, grads, inputs) -> list[Tensor | None]:
+    """The gradients of `inputs`, None where it wants none, from the gradients of a tile's outputs;
+    outputs without one, or without a graph, are left out. Gradients of the layers' weights are added
+    to their sums.
     """
     pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
     weights = [x for layer in layers for x in layer.tensors]
-    if not pairs or not (inputs or weights):
-        return (None,) * len(inputs)
+    if not pairs or not (wanted or weights):
+        return [None] * len(inputs)
     ys, dys = zip(*pairs)
-    found = torch.autograd.grad(ys, [*inputs, *weights], dys, allow_unused=True)
-    made = iter(found[len(inputs) :])
+    found = iter(torch.autograd.grad(ys, [*wanted, *weights], dys, allow_unused=True))
+    made = [next(found) if x.requires_grad else None for x in inputs]
     for layer in layers:
-        for index, grad in zip(range(len(layer.tensors)), made):
+        for index, grad in zip(range(len(layer.tensors)), found):
             if grad is not None:
                 layer.add(index, grad)
-    return found[: len(inputs)]
+    return made

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hfpatch.compat import Snapshot, collecting, modules_in, same_memory
+from hfpatch.compat import Snapshot, collecting, same_memory
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.graph_bytes import whole_graph
 
@@ -25,7 +25,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
     def as_first(x):
         nonlocal state
         if state is None:
-            state = ForwardState(layer, modules_in(layer), Snapshot(layer))
+            state = ForwardState(layer, Snapshot(layer))
             y = run(x)
             state.ran()
             return y

@@ -111,15 +111,11 @@ def _adds_a_bias(layer: nn.Module, condition) -> bool:
     return False
 
 
-def _name_in(layer: nn.Module, module: nn.Module) -> str:
-    return next(name for name, m in layer.named_modules() if m is module)
-
-
 def _scaled(layer: nn.Module, condition) -> str | None:
-    for module in condition.snapshot.inside:
+    for name, module in layer.named_modules():
         why = scales_over_tokens(module)
         if why is not None:
-            return f"{_name_in(layer, module)}: {why}"
+            return f"{name}: {why}"
     return None
 
 
@@ -129,8 +125,10 @@ def _hooked(layer: nn.Module, condition) -> str | None:
     """
     watched = watched_by_user(condition.snapshot.inside)
     if watched is not None:
-        return _name_in(layer, watched)
-    return next((name for name, module in _on_the_way(layer, condition) if has_hooks(module)), None)
+        return next(name for name, module in layer.named_modules() if module is watched)
+    return next(
+        (name for name, module in _on_the_way(layer, condition) if _has_hooks(module)), None
+    )
 
 
 def _on_the_way(layer: nn.Module, condition) -> list[tuple[str, nn.Module]]:
@@ -142,7 +140,7 @@ def _on_the_way(layer: nn.Module, condition) -> list[tuple[str, nn.Module]]:
     return [(name, layer.get_submodule(name)) for name in names]
 
 
-def has_hooks(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     """Whether the module has hooks other than those that a tiled call serves otherwise:
     transformers' recorders, and accelerate's hooks under context parallelism, which remove a mask.
     """

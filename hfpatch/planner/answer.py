@@ -1,5 +1,6 @@
 """Run, a plan's resolved arguments, and how a Plan follows from a step's cost."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from hfpatch.budget.measured import HOST_SHARE, PIN_BYTES_PER_SECOND
@@ -25,7 +26,8 @@ from hfpatch.planner.result import Plan
 from hfpatch.planner.towers import Tower, tower_in_front
 
 # Bytes that stay free on the device: a share of the step's, and at least RESERVE_LEAST.
-RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
+RESERVE_SHARE = 0.04
+RESERVE_LEAST = 256 << 20
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
 # values of checkpointing under which layers run untiled
 WHOLE = (UNTILED, STOCK, STOCK_CHECKPOINTING)
@@ -59,11 +61,6 @@ class Run:
         return getattr(self.checkpointing, "directory", None) is not None
 
     @property
-    def rates(self) -> Gpu:
-        """The GPU's rates when all GPUs of the machine run."""
-        return replace(self.gpu, sharing=self.gpus)
-
-    @property
     def ranks(self) -> int:
         return self.shape.ranks
 
@@ -75,12 +72,21 @@ def _engine_wait(gpu: Gpu, cost: Cost, stays: Resident) -> float:
     """Seconds of an engine's gathers and copies that the two passes do not hide. It sends weights
     to the device in both passes, and gradients to the host in backward: a third of its bytes each.
     """
-    third, waits = stays.link / 3, 0.0
-    ways = (1, cost.forward, cost.up, third), (2, cost.backward, third, cost.down + third)
-    for gathers, work, up, down in ways:
-        link, peers = max(up, down) / gpu.link_rate, gathers * stays.gathers / gpu.peer_rate
-        waits += max(0.0, (max if gpu.peer else sum)((link, peers)) - work)
+    third = stays.link / 3
+    passes = (1, cost.forward, cost.up, third), (2, cost.backward, third, cost.down + third)
+    waits = 0.0
+    for gathers, work, up, down in passes:
+        link = max(up, down) / gpu.link_rate
+        peers = gathers * stays.gathers / gpu.peer_rate
+        # GPUs without links to each other exchange over the host link.
+        copies = max(link, peers) if gpu.peer else link + peers
+        waits += max(0.0, copies - work)
     return waits
+
+
+def gradients_of(run: Run, stays: Resident) -> int:
+    """Bytes of the gradients on one GPU once the last layer's exist."""
+    return run.shape.trained_bytes if stays.gradients is None else stays.gradients
 
 
 def optimizer_seconds(run: Run, stays: Resident) -> float:
@@ -88,41 +94,41 @@ def optimizer_seconds(run: Run, stays: Resident) -> float:
     the step reads it; it reads and writes parameters and optimizer states."""
     if stays.host_optimizer:
         return stays.host_optimizer / HOST_BYTES_PER_SECOND
-    own = run.shape.trained_bytes if stays.gradients is None else stays.gradients
-    moved = 4 * own + 2 * (stays.parameters - stays.passed + stays.optimizer)
-    return moved / run.rates.memory_rate
+    stepped = stays.parameters - stays.passed + stays.optimizer
+    return (4 * gradients_of(run, stays) + 2 * stepped) / run.gpu.memory_rate
 
 
 def seconds_of(run: Run, cost: Cost, stays: Resident) -> dict:
     """Seconds of a step by part."""
-    gpu, seconds = run.rates, dict(cost.seconds)
-    seconds["optimizer"] = optimizer_seconds(run, stays)
+    seconds = cost.seconds | {"optimizer": optimizer_seconds(run, stays)}
     if stays.link or stays.gathers:
-        seconds["copy_wait"] = max(seconds["copy_wait"], _engine_wait(gpu, cost, stays))
+        seconds["copy_wait"] = max(seconds["copy_wait"], _engine_wait(run.gpu, cost, stays))
         # nothing hides the first layer's gather and the last layer's gradients
-        seconds["exchange"] += 2 * stays.gathers / run.shape.num_layers / gpu.peer_rate
+        seconds["exchange"] += 2 * stays.gathers / run.shape.num_layers / run.gpu.peer_rate
     return seconds
 
 
 def _first_step(run: Run, cost: Cost, stays: Resident, policy) -> dict:
     """Seconds by which the first step is longer: pinning host memory, compiling kernels."""
-    pins = isinstance(policy, Checkpointing) and not run.on_disk
-    pinned = pins * (cost.host + stays.host // run.gpus * bool(run.shape.adapters))
+    pinned = 0
+    if isinstance(policy, Checkpointing) and not run.on_disk:
+        pinned = cost.host + (stays.host // run.gpus if run.shape.adapters else 0)
     return {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": COMPILE_SECONDS}
 
 
 def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
     """The Plan under one placement, from the text model's step. Adds the image tower's."""
-    stays, tower, moments = stays_of(run, placement, policy), run.tower, cost.moments
-    seconds, step_flops, model_flops = seconds_of(run, cost, stays), cost.flops, cost.model
-    moved, host = stays.link + cost.up + cost.down, cost.host
-    if tower is not None:
-        moments, own = tower.beside(moments, run), tower.cost(run).numbers
-        host += int(own["host"])
-        step_flops, model_flops = step_flops + own["flops"], model_flops + own["model"]
-        seconds["image_tower"] = own["seconds"]
-        moved += 2 * int(own["host"])
+    # [Step 1] The text model's step, and the image tower's.
+    stays = stays_of(run, placement, policy)
+    seconds = seconds_of(run, cost, stays)
+    moments = cost.moments
+    pictures: Counter = Counter()
+    if run.tower is not None:
+        pictures.update(run.tower.cost(run).numbers)
+        moments = run.tower.beside(moments, run)
+        seconds["image_tower"] = pictures["seconds"]
     step_seconds = sum(seconds.values())
+    # [Step 2] The GPU's memory at its highest.
     most = max(m.gradients for m in moments) if stays.gradients is None else stays.gradients
 
     def gradients(m):  # that exist then
@@ -135,7 +141,9 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
     }  # fmt: skip
     parts["slack"] = max(RESERVE_LEAST, int(RESERVE_SHARE * sum(parts.values())))
     peak = sum(parts.values())
-    host_peak = stays.host + run.gpus * (PROCESS_BYTES + (not run.on_disk) * host)
+    # [Step 3] The host's.
+    waiting = 0 if run.on_disk else cost.host + int(pictures["host"])
+    host_peak = stays.host + run.gpus * (PROCESS_BYTES + waiting)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
     return Plan(
@@ -145,13 +153,14 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=step_seconds,
         tokens_per_second=run.gpus * run.batch * run.seq_len / step_seconds,
-        mfu=model_flops / step_seconds / run.gpu.data_sheet_flops,
+        mfu=(cost.model + pictures["model"]) / step_seconds / run.gpu.data_sheet_flops,
         policy=vars(policy) if isinstance(policy, Checkpointing) else policy, why=why,
         suggestions=[], moment=moment.name,
-        seconds=seconds, link_bytes=moved, flops=step_flops, rates=run.gpu.source,
+        seconds=seconds, flops=cost.flops + pictures["flops"], rates=run.gpu.source,
+        link_bytes=stays.link + cost.up + cost.down + 2 * int(pictures["host"]),
         adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
         num_layers=run.shape.num_layers, first_step=_first_step(run, cost, stays, policy),
-        visual_tokens=0 if tower is None else tower.tokens(run)
+        visual_tokens=round(pictures["tokens"] / run.batch)
     )  # fmt: skip
 
 
@@ -181,38 +190,53 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
              sp_size=1, images=0, video_tokens=0, adapters=None,
              gradient_accumulation_steps=1) -> Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for a wrong one."""
+    # [Step 1] What cannot be.
     checkpointing = settings_of(checkpointing)
-    name, values = text_config_of(model)
+    on_host = getattr(checkpointing, "frozen_weights", "auto") == "host"
+    if on_host and not adapters:
+        raise ValueError(
+            "hfpatch: weights on the host must be a frozen base's, and all weights train. Pass "
+            "adapters (--lora-r 16), or --placement zero3-offload."
+        )
+    if on_host and sp_size > 1:
+        raise ValueError(
+            f'hfpatch: frozen_weights="host" and --sp-size {sp_size} cannot be combined: its '
+            "engines shard the weights. Leave frozen_weights out."
+        )
     sizes = {
-        "seq_len": seq_len, "batch": batch, "gpus": gpus, "sp_size": sp_size,
-        "gradient_accumulation_steps": gradient_accumulation_steps
+        "seq_len": (seq_len, 1), "batch": (batch, 1), "gpus": (gpus, 1), "sp_size": (sp_size, 1),
+        "gradient_accumulation_steps": (gradient_accumulation_steps, 1),
+        "images": (images, 0), "video_tokens": (video_tokens, 0),
     }  # fmt: skip
-    for what, value in (*sizes.items(), ("images", images), ("video_tokens", video_tokens)):
-        least = int(what in sizes)
+    for what, (value, least) in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
                 f"hfpatch: {what} must be a whole number, got {value!r}. Pass {least} or more."
             )
-    tower = tower_in_front(model, images, video_tokens)
-    if tower is not None and sp_size > 1:
+    if sp_size > 1 and (images or video_tokens):
         raise ValueError(
             f"hfpatch: --images and --sp-size {sp_size} cannot be combined. Leave one out."
         )
-    name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
     if sp_size > 1 and checkpointing in (STOCK, STOCK_CHECKPOINTING):
         raise ValueError(
             f"hfpatch: stock steps and --sp-size {sp_size} cannot be combined. Leave one out."
         )
+    # [Step 2] The model.
+    name, values = text_config_of(model)
+    tower = tower_in_front(model, images, video_tokens)
+    name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
     made = model_of(Values(values), adapters)
     shape = made.sizes
     if sp_size > 1:
-        shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
+        shape = shared(shape, sp_size, gpus)
+        seq_len = -(-seq_len // sp_size)
+    # [Step 3] The machine.
     if gpu == "this":
         from hfpatch.planner.measure import measure_this
 
-        row, host_ram = measure_this(), host_limit() if host_ram is None else host_ram
-    else:
-        row = gpu if isinstance(gpu, Gpu) else card(gpu)
+        gpu = measure_this()
+        host_ram = host_limit() if host_ram is None else host_ram
+    row = gpu if isinstance(gpu, Gpu) else card(gpu)
     host = None if host_ram is None else parse_bytes(host_ram)
     run = Run(
         name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower,

@@ -5,6 +5,7 @@ A run begins with a careful policy (budget/first.py) and climbs by what its step
 (budget/measured.py). Here the same functions read simulated steps.
 """
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,6 +22,7 @@ from hfpatch.planner.answer import (
     WHOLE,
     Run,
     assembled,
+    gradients_of,
     gradients_stand,
     optimizer_seconds,
     stays_of,
@@ -30,7 +32,9 @@ from hfpatch.planner.result import Plan
 
 NONE = (0, 0)  # a first step's copies let go of their sources as each layer ends
 STEPS = 8  # the most steps after which a policy settles
-SETTLED, FIRST, GLANCE = "settled", "first", "glance"
+SETTLED = "settled"
+FIRST = "first"
+GLANCE = "glance"
 LONGEST = 1 << 24  # tokens
 WAITS = (
     "in mixers a GPU waits for those that have the tokens before its own, which the seconds leave "
@@ -45,7 +49,7 @@ def steps_of(run: Run, placement: str) -> Steps:
     wide = PLACEMENTS[placement].itemsize == 4  # under autocast
     model = model_of(run.model.config, run.model.adapters, wide) if wide else run.model
     # GPUs of a machine share its disk, and nothing else that a step's own seconds depend on
-    gpu = replace(run.rates if run.on_disk else run.gpu, memory_bytes=0)
+    gpu = replace(run.gpu, memory_bytes=0, sharing=run.gpus if run.on_disk else 1)
     # an engine's gradients are elsewhere, or in buffers that it counts
     accumulates = run.accumulates and stays_of(run, placement, run.checkpointing).gradients is None
     return _steps(model, run.shape, gpu, run.batch, accumulates)
@@ -65,123 +69,144 @@ class Ladder:
     """The policies of a run's steps under one placement, from the first to the one that stays."""
 
     def __init__(self, run: Run, placement: str):
-        self.run, self.placement = run, placement
-        self.steps, named = steps_of(run, placement), PLACEMENTS[placement]
-        self.stand = gradients_stand(run, placement)
-        self.rows, self.width = run.batch * run.seq_len, run.shape.embedding[1]
-        settings, change = run.checkpointing, {}
-        if settings.every == "auto" and named.sharded:
-            change["every"] = 1
+        self.run = run
+        self.placement = placement
+        self.steps = steps_of(run, placement)
+        self.rows = run.batch * run.seq_len
+        sharded = PLACEMENTS[placement].sharded
+        settings = run.checkpointing
+        if sharded:
+            settings = replace(settings, every=1)
         # DeepSpeed's buckets need gradients in one order on all ranks.
         if settings.plain == "auto" and run.gpus > 1 and placement.startswith("zero3"):
-            change["plain"] = 0
-        self._begin(replace(settings, **change))
-        alone = run.ranks == 1 and not named.sharded and run.shape.adapters
+            settings = replace(settings, plain=0)
+        self._begin(settings)
+        alone = run.ranks == 1 and not sharded and run.shape.adapters
         needed = step_bytes(self.first, **self._sizes(self.rows))
         if alone and settings.frozen_weights == "auto" and needed > self._first_free():
-            self._begin(replace(self.settings, frozen_weights="host"))
+            self._begin(replace(settings, frozen_weights="host"))
 
     def _begin(self, settings: Checkpointing) -> None:
         if settings.frozen_weights == "host":
             settings = replace(settings, plain=0)
         self.settings = settings
         self.stays = stays_of(self.run, self.placement, settings)
-        self.first = self._first(settings)
+        self.first = self._first()
 
     def _sizes(self, rows: int) -> dict:
-        return {"rows": rows, "width": self.width, "itemsize": PLACEMENTS[self.placement].itemsize}
+        return {
+            "rows": rows, "width": self.run.shape.embedding[1],
+            "itemsize": PLACEMENTS[self.placement].itemsize,
+        }  # fmt: skip
 
     def _free(self) -> int:
         """Free bytes of the device, without gradients and optimizer states."""
-        held = int(self.run.tower.cost(self.run).numbers["held"]) if self.run.tower else 0
+        tower = self.run.tower
+        held = int(tower.cost(self.run).numbers["held"]) if tower else 0
         return max(0, self.run.gpu.usable_bytes - self.stays.parameters - held)
 
     def _host(self) -> int | None:
         """Free bytes of the host for a process's checkpoints."""
-        run = self.run
-        if run.host is None:
+        if self.run.host is None:
             return None
-        usable = (HOST_SHARE * run.host - self.stays.host) / run.gpus - PROCESS_BYTES
+        usable = (HOST_SHARE * self.run.host - self.stays.host) / self.run.gpus - PROCESS_BYTES
         return max(0, int(usable / HOST_SHARE))
 
     def _first_free(self) -> int:
         """As layer/meter.py's Meter.free."""
-        return max(0, self._free() - 2 * self._gradients())
+        return max(0, self._free() - 2 * gradients_of(self.run, self.stays))
 
-    def _gradients(self) -> int:
-        stays = self.stays.gradients
-        return self.run.shape.trained_bytes if stays is None else stays
-
-    def _first(self, settings) -> Checkpointing:
-        run, shape = self.run, self.run.shape
+    def _first(self) -> Checkpointing:
+        run = self.run
         asked = {
-            **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
-            "chains": shape.carries_states and run.ranks == 1,
+            **self._sizes(run.batch * rounded(run.seq_len)), "layers": run.shape.num_layers,
+            "chains": run.shape.carries_states and run.ranks == 1,
             "card": run.gpu.memory_bytes, "free": self._first_free()
         }  # fmt: skip
         try:
-            return first_policy(settings, **asked, host=self._host())
+            return first_policy(self.settings, **asked, host=self._host())
         except ValueError:  # the host cannot hold it, which the plan says
-            return first_policy(settings, **asked)
+            return first_policy(self.settings, **asked)
 
     def plan(self, way: str) -> Plan:
         """As evaluate."""
-        run, policy, ahead = self.run, self.first, NONE
-        cost, call = self.steps.cost(run.seq_len, policy, ahead, False), Call()
-        for _ in range(STEPS if way == SETTLED and cost.kinds else 0):
-            self._note(call, cost)
-            found = self._next(call, cost)
-            unknown = any(k is not None and self.steps.kinds[k].kept is None for k in call.kinds)
-            if any(found.keeps_all) and unknown:
-                # a run tries one layer of each kind alone
-                self.steps.try_keeping_all(run.seq_len, policy, ahead)
-                found = self._next(call, cost)
-            room, settled = self._ahead(call, cost, found), (policy, call.sure, ahead)
-            policy, call.sure, ahead = found.policy, found.policy.plain > 1, room
-            if settled == (policy, call.sure, ahead):
-                break
-            cost = self.steps.cost(run.seq_len, policy, ahead, False)
-        cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
-        found = _said(run, self.placement, policy, cost)
+        # [Step 1] The policy that the steps settle on, or the first one.
+        policy, ahead = self._after(STEPS if way == SETTLED else 0)
+        found = self._answer(policy, ahead, way != GLANCE)
+        # [Step 2] One that does not fit keeps less.
         while way == SETTLED and policy.plain > self.first.plain and not found.fits:
             policy = replace(policy, plain=policy.plain - 1)
-            cost = self.steps.cost(run.seq_len, policy, ahead)
-            found = _said(run, self.placement, policy, cost)
-        if run.host is None or way != GLANCE:
+            found = self._answer(policy, ahead)
+        if self.run.host is None or way != GLANCE:
             return found
         # A glance simulates two layers or more and multiplies their host memory. A gradient that
         # waits there once, at most one tensor [rows, width], is multiplied too.
-        wide = self.rows * self.width * PLACEMENTS[self.placement].itemsize
-        most = run.gpus * run.shape.num_layers // 2 * wide
+        tensor = math.prod(self._sizes(self.rows).values())  # bytes
+        most = self.run.gpus * self.run.shape.num_layers // 2 * tensor
         short = found.host_peak_bytes - found.host_usable_bytes
         return self.plan(FIRST) if 0 < short <= most else found
 
+    def _answer(self, policy: Checkpointing, ahead: tuple, deep: bool = True) -> Plan:
+        cost = self.steps.cost(self.run.seq_len, policy, ahead, deep)
+        return _said(self.run, self.placement, policy, cost)
+
+    def _after(self, steps: int) -> tuple[Checkpointing, tuple]:
+        """The policy after so many simulated steps, or the one that stays, and the bytes per token
+        that sources of copies may take under it."""
+        policy = self.first
+        ahead = NONE
+        call = Call()
+        for _ in range(steps):
+            # [Step 1] What a step under this policy shows.
+            cost = self.steps.cost(self.run.seq_len, policy, ahead, False)
+            if not cost.kinds:
+                break
+            self._note(call, cost)
+            # [Step 2] What the next one does. A run tries one layer of each kind alone.
+            found = self._next(call, cost)
+            unknown = any(k is not None and self.steps.kinds[k].kept is None for k in call.kinds)
+            if any(found.keeps_all) and unknown:
+                self.steps.try_keeping_all(self.run.seq_len, policy, ahead)
+                found = self._next(call, cost)
+            then = (found.policy, found.policy.plain > 1, self._ahead(call, cost, found))
+            if then == (policy, call.sure, ahead):
+                break
+            policy, call.sure, ahead = then
+        return policy, ahead
+
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
-        first, rows = not call.measured, self.rows
-        layers, model = self.run.shape.num_layers, self.steps.model
-        period = max(1, model.period)
-        call.kinds = [
-            cost.kinds[i if i < model.first else model.first + (i - model.first) % period]
-            for i in range(layers)
-        ]
-        call.gradients = 0 if self.stand else self._gradients()
-        call.stands.put(rows, cost.stands)
-        call.after.put(rows, cost.after)
-        call.seconds.put(rows, cost.passed)
-        call.loss.put(rows, cost.loss if first else min(cost.loss, call.loss.most(rows)))
-        if first or cost.exact:
-            call.tiled.put(rows, cost.tiled)
+        first = self.steps.model.first
+        period = max(1, self.steps.model.period)
+        layers = range(self.run.shape.num_layers)
+        call.kinds = [cost.kinds[min(i, first + (i - first) % period)] for i in layers]
+        call.gradients = gradients_of(self.run, self.stays) - self._earlier()
+        measured = call.measured
+        loss = min(cost.loss, call.loss.most(self.rows)) if measured else cost.loss
+        call.stands.put(self.rows, cost.stands)
+        call.after.put(self.rows, cost.after)
+        call.seconds.put(self.rows, cost.passed)
+        call.loss.put(self.rows, loss)
+        if cost.exact or not measured:
+            call.tiled.put(self.rows, cost.tiled)
 
     def _next(self, call: Call, cost: Cost):
         """The next step's budget.measured.StepPlan."""
-        room = self._room(call.sure)
         able = replace(cost.able, host=self._host(), link=self.run.gpu.link_rate)
-        return climb(self.first, call, self.steps.kinds, self.settings, able, self.rows, room)
+        return climb(
+            self.first, call, self.steps.kinds, self.settings, able, self.rows,
+            self._room(call.sure),
+        )  # fmt: skip
 
     def _room(self, sure: bool) -> float:
         share = (SURE if sure else UNSURE) * self.run.gpu.memory_bytes
-        return self._free() - self.stand * self._gradients() - self.stays.optimizer - share
+        return self._free() - self._earlier() - self.stays.optimizer - share
+
+    def _earlier(self) -> int:
+        """Bytes of the gradients that exist as a step begins."""
+        return (
+            gradients_of(self.run, self.stays) if gradients_stand(self.run, self.placement) else 0
+        )
 
     def _ahead(self, call: Call, cost: Cost, found) -> tuple:
         """Bytes per token that the sources of copies may take while tiled layers run and while
@@ -201,22 +226,29 @@ class Ladder:
 
 def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
     """The plan of a simulated step."""
-    said = []
-    if isinstance(policy, Checkpointing) and cost.whole:
-        reasons, count = ", ".join(cost.whole), round(sum(cost.whole.values()))
-        if count == run.shape.num_layers:
-            policy = f"layers run untiled ({reasons}), their inputs to {policy.tier}"
-        else:
-            said.append(f"{count} of {run.shape.num_layers} layers run untiled ({reasons})")
-    if run.shape.carries_states:
-        said.append("mixers run in plain code, which takes more memory than their kernels do")
-        said += [WAITS] * (run.ranks > 1)
-    if isinstance(policy, Checkpointing):
-        said += [f"checkpoints wait in files, on {DISK}"] * (policy.tier == "disk")
-        if steps_of(run, placement).carried_on(run.seq_len, policy):
-            said.append("run on shorter rows and carried on")
-    said += [float8.SAID] * (run.gpu.float8 > 1)
-    why = "; ".join(["simulated on few layers", *said])
+    layers = run.shape.num_layers
+    tiled = isinstance(policy, Checkpointing)
+    untiled = round(sum(cost.whole.values())) if tiled else 0
+    reasons = ", ".join(cost.whole)
+    if untiled == layers:
+        tiled = False
+        policy = f"layers run untiled ({reasons}), their inputs to {policy.tier}"
+    notes = (
+        (True, "simulated on few layers"),
+        (tiled and untiled, f"{untiled} of {layers} layers run untiled ({reasons})"),
+        (
+            run.shape.carries_states,
+            "mixers run in plain code, which takes more memory than their kernels do",
+        ),
+        (run.shape.carries_states and run.ranks > 1, WAITS),
+        (tiled and run.on_disk, f"checkpoints wait in files, on {DISK}"),
+        (
+            steps_of(run, placement).carried_on(run.seq_len, policy),
+            "run on shorter rows and carried on",
+        ),
+        (run.gpu.float8 > 1, float8.SAID),
+    )
+    why = "; ".join(text for holds, text in notes if holds)
     return assembled(run, placement, policy, why, cost)
 
 
@@ -237,17 +269,15 @@ def possible(run: Run, names) -> list[str]:
     settings = run.checkpointing
     if settings not in WHOLE and settings.frozen_weights == "auto" and run.ranks == 1:
         settings = replace(settings, frozen_weights="host")
-
-    def stands(name):
+    found = []
+    for name in names:
         stays = stays_of(run, name, settings)
-        own = run.shape.trained_bytes if stays.gradients is None else stays.gradients
-        return stays.parameters + stays.optimizer + own
-
-    def host(name):
-        return stays_of(run, name, run.checkpointing).host + run.gpus * PROCESS_BYTES
-
-    found = [name for name in names if stands(name) < run.gpu.usable_bytes]
-    return [n for n in found if run.host is None or host(n) <= HOST_SHARE * run.host]
+        on_gpu = stays.parameters + stays.optimizer + gradients_of(run, stays)
+        on_host = stays_of(run, name, run.checkpointing).host + run.gpus * PROCESS_BYTES
+        most = math.inf if run.host is None else HOST_SHARE * run.host
+        if on_gpu < run.gpu.usable_bytes and on_host <= most:
+            found.append(name)
+    return found
 
 
 def faster(run: Run, plan: Plan, names) -> dict:
@@ -258,11 +288,10 @@ def faster(run: Run, plan: Plan, names) -> dict:
     again = plan.seconds["matmul"] + plan.seconds["elementwise"]
     least = plan.seconds.get("attention", 0.0) + again * 2 / 3
     for name in names[names.index(plan.placement) + 1 :]:
-        if least + optimizer_seconds(run, stays_of(run, name, run.checkpointing)) >= enough:
+        optimizer = optimizer_seconds(run, stays_of(run, name, run.checkpointing))
+        if least + optimizer >= enough or not evaluate(run, name, GLANCE).fits:
             continue
-        found = evaluate(run, name, GLANCE)
-        if found.fits:
-            found = evaluate(run, name)
+        found = evaluate(run, name)
         if found.fits and found.step_seconds < enough:
             return {"placement": name, "step_seconds": found.step_seconds}
     return {}

@@ -51,10 +51,9 @@ def check_ranges(values: Mapping, between: str = "-") -> None:
                 continue
             endless = not math.isfinite(number) or isinstance(number, int) and number >= 1 << 63
             if endless or beyond(number, least, 1) or beyond(number, most, -1):
-                flag = name.replace("_", between)
                 raise ValueError(
-                    f"hfpatch: --{flag} must be {range_words(least, most)}, got {number}. Change "
-                    "it."
+                    f"hfpatch: --{name.replace('_', between)} must be {range_words(least, most)}, "
+                    f"got {number}. Change it."
                 )
 
 
@@ -70,19 +69,14 @@ def parse_bytes(text) -> int:
         return int(text)
     stripped = str(text).strip()
     digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = stripped[len(digits) :].strip().upper()
     try:
-        value = float(digits) * _UNITS[unit]
+        value = float(digits) * _UNITS[stripped[len(digits) :].strip().upper()]
     except (KeyError, ValueError):
         value = math.nan
-    if not math.isfinite(value):
+    if not 0 <= value < math.inf:
         raise ValueError(
             f"hfpatch: a size must be written like 256GiB, got {text!r}. Use B, KB to TB or KiB to "
             "TiB."
-        )
-    if value < 0:
-        raise ValueError(
-            f"hfpatch: a size must be more than 0, got {text!r}. Pass the bytes there are."
         )
     return int(value)
 

@@ -5,8 +5,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from hfpatch.budget.free import cgroup_paths, given_host, meminfo, read_number, share_of_device
-from hfpatch.lab.hardware import GPUS, GiB, Gpu, gpu_row
+from hfpatch.budget.free import cgroups, given_host, meminfo, share_of_device
+from hfpatch.lab.hardware import GPUS, Gpu, gpu_row
 from hfpatch.planner.limits import parse_bytes
 
 
@@ -16,8 +16,11 @@ def host_limit(root: str = "/") -> int | None:
     if (given := given_host()) is not None:
         return given
     root = Path(root)
-    groups = (read_number(folder / limit) for folder, limit, *_ in cgroup_paths(root))
-    return min((n for n in (meminfo(root).get("MemTotal"), *groups) if n is not None), default=None)
+    limits = [limit for limit, _ in cgroups(root)]
+    total = meminfo(root).get("MemTotal")
+    if total is not None:
+        limits.append(total)
+    return min(limits, default=None)
 
 
 def gpu_limit(device=None) -> int:
@@ -33,13 +36,10 @@ def card(name: str) -> Gpu:
         return gpu_row(name)
     memory = parse_bytes(name)
     near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory))
-    rates = f"those of {near.name}, the known card nearest in memory: {near.source}"
-    return replace(near, name=name, memory_bytes=memory, source=rates)
-
-
-def common_host(gpu: Gpu, gpus: int) -> int:
-    """The memory of a common machine with these cards: twice the cards', at least 64 GiB."""
-    return max(2 * gpus * round(gpu.memory_bytes / GiB), 64) * GiB
+    return replace(
+        near, name=name, memory_bytes=memory,
+        source=f"those of {near.name}, the known card nearest in memory: {near.source}",
+    )  # fmt: skip
 
 
 def cores() -> int:

@@ -2,6 +2,7 @@
 copies.
 """
 
+import itertools
 import time
 
 import torch
@@ -13,10 +14,9 @@ from hfpatch.planner.machine import gpu_limit
 def _seconds(run, least: float = 0.1) -> float:
     run()
     torch.cuda.synchronize()
-    count, started = 0, time.perf_counter()
-    while True:
+    started = time.perf_counter()
+    for count in itertools.count(1):
         run()
-        count += 1
         torch.cuda.synchronize()
         spent = time.perf_counter() - started
         if spent > least and count >= 3:
@@ -25,7 +25,8 @@ def _seconds(run, least: float = 0.1) -> float:
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large matmul of random values (zeros run faster)."""
-    a, b = (torch.randn(8192, 8192, device=device, dtype=dtype) for _ in range(2))
+    a = torch.randn(8192, 8192, device=device, dtype=dtype)
+    b = torch.randn_like(a)
     return 2 * 8192**3 / _seconds(lambda: a @ b)
 
 
@@ -50,19 +51,18 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """A Gpu's rates, each timed."""
     from hfpatch.attention.attention import BACKENDS, pick
 
-    make = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)  # noqa: E731
-    T, H, K, E = 16384, 32, 8, 128
-    q, k, v = make(1, T, H, E), make(1, T, K, E), make(1, T, K, E)
-    forward, backward = BACKENDS[pick(q)]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scale = E**-0.5
-    flops = 2 * H * T * T * E
+    # 16,384 tokens, 32 query and 8 KV heads of 128 channels, as [batch, heads, tokens, channels]
+    q = torch.randn(1, 16384, 32, 128, device=device, dtype=dtype).transpose(1, 2)
+    k = torch.randn(1, 16384, 8, 128, device=device, dtype=dtype).transpose(1, 2)
+    v = torch.randn_like(k)
+    forward, backward = BACKENDS[pick(q.transpose(1, 2))]
+    scale = 128**-0.5
+    flops = 2 * 32 * 16384**2 * 128
     fwd = flops / _seconds(lambda: forward(q, k, v, scale))
     out, lse, state = forward(q, k, v, scale)
     bwd = 2.5 * flops / _seconds(lambda: backward(out, q, k, v, out, lse, state, scale))
     big = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     other = torch.empty_like(big)
-    bandwidth = 2 * big.numel() / _seconds(lambda: other.copy_(big))
     host = torch.empty(1 << 28, dtype=torch.uint8, device="cpu", pin_memory=True)
     link = big.numel() / _seconds(lambda: big.copy_(host, non_blocking=True))
     peer = 0.0
@@ -70,7 +70,10 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         there = torch.empty_like(big, device="cuda:1")
         peer = big.numel() / _seconds(lambda: there.copy_(big))
     return {
-        "peak_flops": matmul_rate(device, dtype), "bandwidth": bandwidth, "link": link, "attention_forward": fwd,
+        "peak_flops": matmul_rate(device, dtype),
+        "bandwidth": 2 * big.numel() / _seconds(lambda: other.copy_(big)),
+        "link": link,
+        "attention_forward": fwd,
         "attention_backward": bwd,
-        "peer": peer
-    }  # fmt: skip
+        "peer": peer,
+    }

@@ -140,18 +140,18 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
     word for layers that run untiled.
     """
     if shape.adapters:
-        T, base, host = shape.trained_parameters, shape.nbytes, 0
+        host = 0
+        base = shape.nbytes
         if getattr(policy, "frozen_weights", "gpu") == "host":
             # Two layers' frozen weights are on the GPU at a time. Each process has its own copy of
             # all of them on the host.
             host = shape.frozen
             base += WEIGHT_SLOTS * shape.frozen_layer - host
-        moments = 2 * shape.trained_bytes if name == "adamw" else 2 * T + 8 * T // 256
-        passed = base - shape.trained_bytes
-        return Resident(base, None, moments, host=gpus * host, passed=passed)
-    P, layer = shape.parameters, shape.layer_parameters
-    root = shape.parameters - shape.body_parameters
-    largest = max(layer, shape.embedding_parameters)
+        trained = shape.trained_parameters
+        moments = 2 * shape.trained_bytes if name == "adamw" else 2 * trained + 8 * trained // 256
+        return Resident(base, None, moments, host=gpus * host, passed=base - shape.trained_bytes)
+    P = shape.parameters
+    largest = max(shape.layer_parameters, shape.embedding_parameters)
     share = -(-P // gpus)
     gathers = 2 * (P - share)
     if name == "gpu8bit":
@@ -162,24 +162,29 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
     if own.own:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
         # peak. A tiled layer drops its copies.
-        copies = 2 * (own.itemsize == 4) * (P if isinstance(policy, str) else largest)
+        alive = P if isinstance(policy, str) else largest
+        copies = 2 * alive if own.itemsize == 4 else 0
         return Resident(own.itemsize * P + copies, None, 2 * own.itemsize * P, passed=copies)
     if name == "zero3-offload":
         # This rank's share of weights goes to the GPU twice, of gradients to the host once. The
         # optimizer reads 16 bytes a parameter and writes 14.
         live = 2 * min(P, LIVE_PARAMETERS)
-        moved = {"link": 6 * share, "host_optimizer": 30 * P, "gathers": gathers}
-        return Resident(live, 2 * largest, 0, host=18 * P, **moved)
+        return Resident(
+            live, 2 * largest, 0, host=18 * P, link=6 * share, host_optimizer=30 * P,
+            gathers=gathers,
+        )  # fmt: skip
     if name == "zero3":
         live = 2 * min(P, LIVE_PARAMETERS)
-        own = 2 * share + live, 2 * share + 2 * largest, 12 * share
-        return Resident(*own, passed=live, gathers=gathers)
+        gradients = 2 * share + 2 * largest
+        return Resident(2 * share + live, gradients, 12 * share, passed=live, gathers=gathers)
     # FSDP2 gathers the running layer and the next one in bf16, and the root unit (embedding, norm,
     # head) for the whole step.
-    gathered = 2 * (2 * layer + root)
+    gathered = 2 * (2 * shape.layer_parameters + P - shape.body_parameters)
     if name == "fsdp2":
-        own = 4 * share + gathered, 4 * share + 2 * largest, 8 * share
-        return Resident(*own, passed=gathered, gathers=gathers)
+        gradients = 4 * share + 2 * largest
+        return Resident(
+            4 * share + gathered, gradients, 8 * share, passed=gathered, gathers=gathers
+        )
     return Resident(
         gathered,
         2 * largest + 4 * largest // gpus,

@@ -10,26 +10,12 @@ from dataclasses import replace
 
 from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
-from hfpatch.lab.hardware import Gpu
+from hfpatch.lab.hardware import GiB, Gpu
 from hfpatch.lab.models import config_of
-from hfpatch.planner.machine import card, common_host
+from hfpatch.planner.machine import card
 from hfpatch.planner.placements import candidates
 from hfpatch.planner.remembered import recall, remember
 from hfpatch.planner.result import Plan
-
-
-def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
-    """ValueError if no runtime supports the weights on the host."""
-    if not adapters:
-        raise ValueError(
-            "hfpatch: weights on the host must be a frozen base's, and all weights train. Pass "
-            "adapters (--lora-r 16), or --placement zero3-offload."
-        )
-    if sp_size > 1:
-        raise ValueError(
-            f'hfpatch: frozen_weights="host" and --sp-size {sp_size} cannot be combined: its '
-            "engines shard the weights. Leave frozen_weights out."
-        )
 
 
 @names_the_nearest
@@ -82,46 +68,44 @@ def plan(
     if gpu != "this" and not isinstance(gpu, Gpu):
         card(gpu)
     asked = {
-        "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram,
+        "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram, "seq_len": seq_len,
         "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
         "video_tokens": video_tokens, "adapters": adapters,
         "gradient_accumulation_steps": gradient_accumulation_steps
     }  # fmt: skip
-    key = asked | {
-        "model": config_of(model), "seq_len": seq_len, "placement": placement, "max": max_seq_len,
-        "fp8": fp8
-    }  # fmt: skip
-    if gpu != "this" and (known := recall(key)):
+    search = {"placement": placement, "max_seq_len": max_seq_len, "fp8": fp8}
+    if gpu == "this":
+        return _planned(model, asked, progress, **search)
+    key = asked | search | {"model": config_of(model)}
+    known = recall(key)
+    if known:
         return Plan(**known)
-    found = _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked)
-    if gpu != "this":
-        remember(key, found.to_dict())
+    found = _planned(model, asked, progress, **search)
+    remember(key, found.to_dict())
     return found
 
 
-def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Plan:
-    from hfpatch.planner.answer import make_run, settings_of
+def _planned(model, asked: dict, progress, placement: str, max_seq_len: bool, fp8) -> Plan:
+    from hfpatch.planner.answer import make_run
     from hfpatch.planner.evaluate import FIRST, best, faster, longest, placements
     from hfpatch.planner.float8 import in_float8
     from hfpatch.planner.suggestions import suggestions
 
-    settings = asked["checkpointing"] = settings_of(asked["checkpointing"])
-    if getattr(settings, "frozen_weights", "auto") == "host":
-        _refuse_weights_on_host(asked["adapters"], asked["sp_size"])
-    run = make_run(model, seq_len=seq_len, **asked)
+    run = make_run(model, **asked)
     if fp8:
         run = in_float8(run, fp8)
     assumed = run.host is None
-    if assumed:
-        run = replace(run, host=common_host(run.gpu, run.gpus))
+    if assumed:  # twice the cards' memory, at least 64 GiB, as common machines have
+        run = replace(run, host=max(2 * run.gpus * round(run.gpu.memory_bytes / GiB), 64) * GiB)
     names = placements(run, placement)
     found = best(run, names)
     if found.fits:
         found = replace(found, faster=faster(run, found, names))
     else:
         found = replace(found, suggestions=suggestions(run, found, placement))
-    positions = run.model.config.get("max_position_embeddings")
-    found = replace(found, host_assumed=assumed, positions=positions)
+    found = replace(
+        found, host_assumed=assumed, positions=run.model.config.get("max_position_embeddings")
+    )
     if max_seq_len:
         tokens = longest(run, names, progress)
         there = replace(run, seq_len=max(1, -(-tokens // run.ranks)))

@@ -4,25 +4,18 @@ versions of what runs the step. Standard library only."""
 import hashlib
 import json
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-LIBRARIES = ("hfpatch", "torch", "transformers", "peft", "flash-linear-attention")
+from hfpatch.lab.profile.timeline import versions
+
+LIBRARIES = ("torch", "transformers", "peft", "flash-linear-attention")
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hfpatch", "plans")
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _file(asked: dict) -> Path:
     sources = Path(__file__).parent.parent.rglob("*.py")
     newest = max(path.stat().st_mtime_ns for path in sources)
-    told = [asked, newest, [_version(name) for name in LIBRARIES]]
-    text = json.dumps(told, sort_keys=True, default=repr)
+    text = json.dumps([asked, newest, versions(LIBRARIES)], sort_keys=True, default=repr)
     return FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 

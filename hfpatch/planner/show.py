@@ -15,8 +15,8 @@ NAMES = {"slack": "slack (lost between blocks)"}
 def span(seconds: float) -> str:
     """The range of a planned step's seconds as text: "1.2 to 1.5"."""
     digits = 2 if seconds < 1 else 1
-    low, high = ((1 + way * SECONDS_ERROR) * seconds for way in (-1, 1))
-    return f"{low:.{digits}f} to {high:.{digits}f}"
+    low = (1 - SECONDS_ERROR) * seconds
+    return f"{low:.{digits}f} to {(1 + SECONDS_ERROR) * seconds:.{digits}f}"
 
 
 def policy_text(policy, num_layers: int | None = None) -> str:
@@ -34,7 +34,8 @@ def text(plan) -> str:
     if longer := beyond_positions(plan.seq_len, plan.positions):
         lines.append(f"positions       {longer}")
     if plan.faster:
-        name, seconds = plan.faster["placement"], plan.faster["step_seconds"]
+        name = plan.faster["placement"]
+        seconds = plan.faster["step_seconds"]
         lines.append(
             f"faster          {seconds:.1f} s ({span(seconds)}) with --placement {name}: "
             f"{PLACEMENTS[name].summary}"
@@ -98,10 +99,11 @@ FIRST_STEP_BUDGET = 60.0  # seconds that the first step may take beyond an ordin
 def _first_step(plan) -> str:
     beside = ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items())
     more = sum(plan.first_step.values())
-    over, late = more - FIRST_STEP_BUDGET, ""
-    if over > 0:
+    late = ""
+    if more > FIRST_STEP_BUDGET:
         late = (
-            f"; {over:.0f} s beyond the budget of a step and {FIRST_STEP_BUDGET:.0f} s, once a run"
+            f"; {more - FIRST_STEP_BUDGET:.0f} s beyond the budget of a step and "
+            f"{FIRST_STEP_BUDGET:.0f} s, once a run"
         )
     return f"first step      {plan.step_seconds + more:.1f} s: a step, {beside}{late}"
 

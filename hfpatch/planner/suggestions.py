@@ -1,6 +1,6 @@
 """Finds single changes that make a run fit."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing
@@ -17,7 +17,8 @@ from hfpatch.planner.result import Plan
 def suggestions(run: Run, plan: Plan, asked: str) -> list:
     """The single changes that make the run fit, each with its cost. The quickest step comes first,
     of equally quick ones the one with less memory."""
-    offers, names = Offers(plan), placements(run, asked)
+    offers = Offers(plan)
+    names = placements(run, asked)
     _of_settings(run, names, plan.placement, offers)
     if not run.shape.adapters and run.ranks == 1:
         freed = "" if asked in ("auto", *ADAPTED) else " --placement auto"
@@ -36,11 +37,12 @@ def suggestions(run: Run, plan: Plan, asked: str) -> list:
     )
 
 
+@dataclass
 class Offers:
     """The changes that make a planned run fit. found: a dict each, as in Plan.suggestions."""
 
-    def __init__(self, plan: Plan):
-        self.plan, self.found = plan, []
+    plan: Plan
+    found: list = field(default_factory=list)
 
     def add(self, change: str, run: Run, names: list, cost: str = "") -> bool:
         """Adds the change if the changed run fits, and returns whether it does. cost: the text of
@@ -49,14 +51,15 @@ class Offers:
         if not names:
             return False
         other = best(run, names, FIRST if cost else SETTLED)
-        if other.fits:
-            slower = other.step_seconds / self.plan.step_seconds - 1
-            paid = cost or f"step {other.step_seconds:.1f} s ({slower:+.0%})"
-            self.found.append({
-                "change": change, "cost": paid, "step_seconds": other.step_seconds,
-                "gpu_peak_bytes": other.gpu_peak_bytes, "host_peak_bytes": other.host_peak_bytes,
-            })  # fmt: skip
-        return other.fits
+        if not other.fits:
+            return False
+        slower = other.step_seconds / self.plan.step_seconds - 1
+        self.found.append({
+            "change": change, "cost": cost or f"step {other.step_seconds:.1f} s ({slower:+.0%})",
+            "step_seconds": other.step_seconds,
+            "gpu_peak_bytes": other.gpu_peak_bytes, "host_peak_bytes": other.host_peak_bytes,
+        })  # fmt: skip
+        return True
 
 
 def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
@@ -72,8 +75,8 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
         disk = replace(run.checkpointing, offload="./checkpoints")
         offers.add("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
     if run.batch > 1:
-        paid = f"{run.batch} accumulation steps for the same batch"
-        offers.add("--batch 1", replace(run, batch=1, accumulates=True), names, paid)
+        offers.add("--batch 1", replace(run, batch=1, accumulates=True), names,
+                   f"{run.batch} accumulation steps for the same batch")  # fmt: skip
 
 
 def _of_adapters(change: str, adapters: Adapters, run: Run, offers: Offers) -> bool:
@@ -85,14 +88,12 @@ def _of_adapters(change: str, adapters: Adapters, run: Run, offers: Offers) -> b
 def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
     if run.gpu.float8 > 1:  # several GPUs need an engine, which float8 excludes
         return
-    for gpus in (2, 4, 8):
+    for gpus in [n for n in (2, 4, 8) if n > run.gpus]:
         wider = replace(run, gpus=gpus)
-        if gpus > run.gpus and offers.add(
-            f"--gpus {gpus}", wider, placements(wider, "auto"), f"{gpus} GPUs"
-        ):
+        if offers.add(f"--gpus {gpus}", wider, placements(wider, "auto"), f"{gpus} GPUs"):
             break
+    heads = (run.shape.num_heads, run.shape.num_kv_heads)
     for size in range(2, run.gpus + 1):
-        heads = run.shape.num_heads, run.shape.num_kv_heads
         if run.ranks > 1 or run.gpus % size or why_not_shared_out(*heads, size):
             continue
         part = replace(run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size))
@@ -101,11 +102,8 @@ def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
 
 
 def _of_a_larger_gpu(run: Run, names: list, offers: Offers) -> None:
-    larger = sorted(
-        (g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes),
-        key=lambda g: g.memory_bytes,
-    )
-    for gpu in larger:
+    larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > run.gpu.memory_bytes]
+    for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
         # beside the rates whose steps are simulated already
         there = replace(run, gpu=replace(run.gpu, memory_bytes=gpu.memory_bytes))
         words = f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB"
@@ -117,5 +115,5 @@ def _of_more_host_memory(run: Run, names: list, offers: Offers) -> None:
     roomy = best(replace(run, host=None), names, FIRST)
     if roomy.fits:
         more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
-        larger = replace(run, host=more * GiB)
-        offers.add(f"--host-ram {more}GiB", larger, names, f"a machine with {more} GiB of memory")
+        offers.add(f"--host-ram {more}GiB", replace(run, host=more * GiB), names,
+                   f"a machine with {more} GiB of memory")  # fmt: skip

@@ -15,6 +15,7 @@ from torch import nn
 import hfpatch
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.clock import run_on_clock
+from hfpatch.lab.device import one_line
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.shallow import IMPLEMENTATIONS, Values, layers_of
@@ -26,7 +27,8 @@ from hfpatch.planner.placements import Resident
 
 # Visual tokens of an image where a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of
 # a video's frame. The tokens of one frame attend to each other.
-IMAGE_TOKENS, FRAME_TOKENS = 1024, 256
+IMAGE_TOKENS = 1024
+FRAME_TOKENS = 256
 FEW = 2, 4, 6  # pictures of the steps from which more are carried on
 
 
@@ -57,7 +59,7 @@ class Alone(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.tokens = model, 0
+        self.model = model
         self.trains = nn.Parameter(torch.empty((), device="meta"))  # where the tower is frozen
 
     def forward(self, input_ids, labels, **pictures):
@@ -71,8 +73,7 @@ class Alone(nn.Module):
 
 def _said(config, name: str, otherwise):
     """A vision config's number: a family has it there or in the whole config, as one or a pair."""
-    found = (getattr(c, name, None) for c in (config.vision_config, config))
-    value = next((v for v in found if v), otherwise)
+    value = getattr(config.vision_config, name, None) or getattr(config, name, None) or otherwise
     return value[0] if isinstance(value, (list, tuple)) else value
 
 
@@ -81,7 +82,8 @@ def pictures_of(model: nn.Module, count: int, tokens: int) -> dict:
     their grid, for `count` times IMAGE_TOKENS in pictures of `tokens`. Else `count` whole pictures of
     its own size."""
     named = _named(model)
-    config, patch = model.config, _said(model.config, "patch_size", 14)
+    config = model.config
+    patch = _said(config, "patch_size", 14)
     channels = _said(config, "in_channels", 3)
     if "image_grid_thw" in named:
         side = round(tokens**0.5) * _said(config, "spatial_merge_size", 2)
@@ -90,9 +92,10 @@ def pictures_of(model: nn.Module, count: int, tokens: int) -> dict:
         grid = torch.tensor([[1, side, side]] * count)
         return {"pixel_values": torch.zeros(count * side**2, numbers), "image_grid_thw": grid}
     size = _said(config, "image_size", 32 * patch)
-    pixels = torch.zeros(count, channels, size, size)
-    sizes = {"image_sizes": torch.tensor([[size, size]] * count)} if "image_sizes" in named else {}
-    return {"pixel_values": pixels, **sizes}
+    pictures = {"pixel_values": torch.zeros(count, channels, size, size)}
+    if "image_sizes" in named:
+        pictures["image_sizes"] = torch.tensor([[size, size]] * count)
+    return pictures
 
 
 def _named(model: nn.Module) -> set:
@@ -107,8 +110,8 @@ def _model(config: Values, way, frozen: bool) -> nn.Module:
     del layers_of(model)[1:]
     model.requires_grad_(not frozen)
     if isinstance(way, Checkpointing):
-        place = "gpu" if way.offload == "gpu" else "host"  # files: host blocks stand in
-        hfpatch.apply(model, checkpointing=place)
+        # files: host blocks stand in
+        hfpatch.apply(model, checkpointing="gpu" if way.offload == "gpu" else "host")
     else:
         prepare(model, IMPLEMENTATIONS[way])
     return model
@@ -122,19 +125,17 @@ def _ran(config: Values, way, frozen: bool, gpu: Gpu, count: int, tokens: int) -
         inputs = pictures_of(model, count, tokens)
         found, clock, follower = run_on_clock(alone, gpu, None, batch=1, seq_len=8, inputs=inputs)
     except Exception as error:  # a family's own forward may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
-            f"hfpatch: pictures of {type(model).__name__} cannot be planned ({reason}). Leave "
-            "--images and --video-tokens out: the text is planned without them."
+            f"hfpatch: pictures of {type(model).__name__} cannot be planned ({one_line(error)}). "
+            "Leave --images and --video-tokens out: the text is planned without them."
         ) from error
-    matmul, attention = found.flops["matmul"], found.flops["attention"]
+    attention = found.flops["attention"]
     once = attention.get("backward", 0) / 2.5 or attention.get("forward", 0)
-    passes = 1 if frozen else 3
+    model_flops = found.flops["matmul"].get("forward", 0) + once
     numbers = {
         "tokens": alone.tokens, "held": kept_bytes(found.ledger), "host": found.host_peak_bytes,
         "seconds": clock.compute.now - follower.begins["forward"],
-        "flops": sum(matmul.values()) + sum(attention.values()),
-        "model": passes * (matmul.get("forward", 0) + once),
+        "flops": found.flops["total"], "model": model_flops if frozen else 3 * model_flops,
     }  # fmt: skip
     return Pictures(numbers, moments_of(found.ledger, 0)[0])
 
@@ -161,7 +162,8 @@ class Tower:
 
     def cost(self, run) -> Pictures:
         """A step of the pictures of a run's batch."""
-        images, frames = run.batch * self.images, run.batch * self.video_tokens
+        images = run.batch * self.images
+        frames = run.batch * self.video_tokens
         if not self.sizes:
             one = self._few(run, FEW[0], IMAGE_TOKENS).numbers["tokens"] / FEW[0]
             return self._many(run, images + -(-frames // round(one)), IMAGE_TOKENS)
@@ -172,8 +174,10 @@ class Tower:
         return _joined(lambda *each: sum(each), *standing, moving)
 
     def _few(self, run, count: int, tokens: int) -> Pictures:
-        gpu, frozen = replace(run.gpu, memory_bytes=0), bool(run.shape.adapters)
-        return _ran(self.config, run.checkpointing, frozen, gpu, count, tokens)
+        return _ran(
+            self.config, run.checkpointing, bool(run.shape.adapters),
+            replace(run.gpu, memory_bytes=0), count, tokens,
+        )  # fmt: skip
 
     def _many(self, run, count: float, tokens: int) -> Pictures:
         if count in range(1, FEW[0] + 1):
@@ -190,21 +194,20 @@ class Tower:
             more = 2 * self.parameters
             return replace(stays, parameters=stays.parameters + more, passed=stays.passed + more)
         share = 1 + self.parameters / text_parameters
-        kept = {n: v for n, v in vars(stays).items() if n != "gradients"}
-        return replace(stays, **{n: int(share * v) for n, v in kept.items()})
+        grown = {n: int(share * v) for n, v in vars(stays).items() if n != "gradients"}
+        return replace(stays, **grown)
 
     def beside(self, moments, run) -> list:
         """A step's moments with the tower's added. The text model's gradients exist when the tower's
         backward comes."""
-        own, text = self.cost(run), 0 if run.shape.adapters else run.shape.trained_bytes
+        own = self.cost(run)
         held = int(own.numbers["held"])
-        return [
-            *(m._replace(beyond=m.beyond + held) for m in moments),
-            *(
-                Moment(f"{at}, in the image tower", text + g, int(b))
-                for at, (g, b) in own.moments.items()
-            ),
+        text = 0 if run.shape.adapters else run.shape.trained_bytes
+        inside = [
+            Moment(f"{at}, in the image tower", text + gradients, int(beyond))
+            for at, (gradients, beyond) in own.moments.items()
         ]
+        return [*(m._replace(beyond=m.beyond + held) for m in moments), *inside]
 
 
 def tower_in_front(model, images: int, video_tokens: int) -> Tower | None:
@@ -223,8 +226,6 @@ def tower_in_front(model, images: int, video_tokens: int) -> Tower | None:
             f"hfpatch: --images and --video-tokens need a model with an image tower, and {name} "
             "has none, or none that is planned. Leave them out."
         )
-    text = {
-        id(p) for m in (made.get_decoder(), made.get_output_embeddings()) for p in m.parameters()
-    }
-    own = sum(p.numel() for p in made.parameters() if id(p) not in text)
+    text = [*made.get_decoder().parameters(), *made.get_output_embeddings().parameters()]
+    own = sum(p.numel() for p in {*made.parameters()} - {*text})
     return Tower(Values(values), own, "image_grid_thw" in _named(made), images, video_tokens)

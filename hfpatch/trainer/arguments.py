@@ -2,17 +2,16 @@
 
 import math
 import os
-import traceback
-import typing
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 
 from transformers import HfArgumentParser
 
+from hfpatch.budget.limits import did_you_mean, parse_length
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
-from hfpatch.planner.limits import flag, plainly
-from hfpatch.trainer import config_file, configs, placement
+from hfpatch.planner.limits import check_ranges, flag, plainly
+from hfpatch.trainer import configs, placement, run_file
 from hfpatch.trainer.flags import (
     CLASSES,
     COMPANIONS,
@@ -33,39 +32,42 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     argv = list(argv)
     parser = HfArgumentParser(
         CLASSES,
-        prog=config_file.typed(),
+        prog="hfpatch train",
         allow_abbrev=False,
         description="Train a causal language model.",
     )
     parser.set_defaults(**DEFAULTS)
     actions = _actions(parser)
-    namespace, explicit = None, set()
-    _take_lengths(parser)
+    for name in LENGTHS:
+        actions[name].type = flag(parse_length)
+    namespace = None
+    words = []
     if argv and not argv[0].startswith("-"):
         name = argv.pop(0)
-        from_file = config_file.flags(name, actions, _mappings())
+        words = run_file.flags(name, actions)
         parser.error = partial(_refuse, where=f"{name}: ")
-        namespace = parser.parse_args([word for words in from_file.values() for word in words])
-        explicit = {*from_file}
+        namespace = parser.parse_args(words)
+        if any(word.startswith("--checkpointing") for word in argv):
+            namespace.checkpointing = []  # argparse would add to the file's words
     parser.error = _refuse
-    named = [arg[2:].split("=")[0].replace("-", "_") for arg in argv if arg.startswith("--")]
-    if namespace and "checkpointing" in named:
-        namespace.checkpointing = []  # argparse would add to the file's words
     namespace, rest = parser.parse_known_args(argv, namespace)
     if rest:
-        raise ValueError(
-            f"hfpatch: unknown flag {rest[0]!r}{config_file.nearest(rest[0].lstrip('-'), actions)}"
-        )
-    explicit |= {actions[name].dest for name in named if name in actions}
+        near = did_you_mean(rest[0].partition("=")[0], [f"--{name}" for name in actions])
+        near = near or " See hfpatch train --help."
+        raise ValueError(f"hfpatch: unknown flag {rest[0]!r}.{near}")
     values = {name: _expanded(value) for name, value in vars(namespace).items()}
+    check_ranges(values, "_")
     for name, wanted in COMPANIONS.items():
         if values[name] != actions[name].default and not values[wanted]:
             raise ValueError(
                 f"hfpatch: --{name} works with --{wanted} only. Add --{wanted}, or leave --{name} "
                 "out."
             )
-    model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
-    flags = {name: values[name] for name in explicit if name in values}
+    # What the user wrote, be it a flag's default.
+    named = [w[2:].partition("=")[0].replace("-", "_") for w in words + argv if w.startswith("--")]
+    flags = {actions[n].dest: values[actions[n].dest] for n in named if n in actions}
+    model = _make(ModelArguments, values)
+    data = _make(DataArguments, values)
     model, config = _place(model, values, flags)
     if model.sp_size > 1:
         data = _share_rows(model, data, values, config)
@@ -79,49 +81,22 @@ def refusals(kinds=(ImportError, LookupError, TypeError, ValueError)):
     try:
         yield
     except kinds as error:
-        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
-        if (
-            isinstance(error, ModuleNotFoundError)
-            or text.startswith("hfpatch: ")
-            or _passed_through_us(error)
-        ):
+        # str() of a KeyError quotes its text.
+        text = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+        if isinstance(error, ModuleNotFoundError) or text.startswith("hfpatch: "):
             raise
-        kind = (
-            ""
-            if isinstance(error, ValueError)
-            else f"transformers does not take these flags, {type(error).__name__}: "
-        )
-        raise ValueError(f"hfpatch: {kind}{' '.join(text.split())}") from error
-
-
-def _passed_through_us(error: BaseException) -> bool:
-    """Whether the error came through hfpatch's own code, which the callback runs inside Trainer.
-
-    Then it is a bug, not a flag that transformers refuses.
-    """
-    names = [
-        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    return any(
-        name.startswith("hfpatch.") and not name.startswith("hfpatch.trainer.") for name in names
-    )
+        if not isinstance(error, ValueError):
+            text = f"transformers does not take these flags, {type(error).__name__}: {text}"
+        raise ValueError(f"hfpatch: {text}") from error
 
 
 def _actions(parser) -> dict:
     """argparse's action of each flag, by every spelling with underscores; --x before --no_x."""
-    main = {action.dest: action for action in reversed(parser._actions)}
-    spelled = (
-        (option[2:].replace("-", "_"), action)
-        for action in main.values()
-        for option in action.option_strings
-    )
-    return main | dict(spelled)
-
-
-def _take_lengths(parser) -> None:
-    for action in parser._actions:
-        if action.dest in LENGTHS:
-            action.type = flag(LENGTHS[action.dest])
+    found = {action.dest: action for action in reversed(parser._actions)}
+    for action in [*found.values()]:
+        for option in action.option_strings:
+            found[option[2:].replace("-", "_")] = action
+    return found
 
 
 def _make(cls, values: dict):
@@ -140,7 +115,8 @@ def _place(model: ModelArguments, values: dict, flags: dict):
             raise ValueError(
                 "hfpatch: --placement and --deepspeed cannot be combined. Keep --placement."
             )
-        name, values["deepspeed"] = flags.pop("deepspeed"), None
+        name = flags.pop("deepspeed")
+        values["deepspeed"] = None
     if name == "auto":
         # Gradients and moments of adapters are small; the base decides, and no placement moves it.
         name = "gpu8bit" if model.lora_r else _fitting(model, values, flags)
@@ -195,12 +171,11 @@ def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config
             f"hfpatch: --label_smoothing_factor and --sp_size {model.sp_size} cannot be combined: "
             "it needs whole sequences. Leave one out."
         )
-    engine, engine_values = (config.engine, config.values) if config else (None, {})
     values["parallelism_config"] = parallelism(
-        engine, engine_values, size=model.sp_size, attention=model.attn_implementation
+        config, size=model.sp_size, attention=model.attn_implementation
     )
     # Each rank of FSDP2's context parallelism takes two chunks.
-    chunks = model.sp_size if engine == "deepspeed" else 2 * model.sp_size
+    chunks = model.sp_size if config.engine == "deepspeed" else 2 * model.sp_size
     return replace(data, pad_multiple=math.lcm(data.pad_multiple, chunks))
 
 
@@ -215,22 +190,11 @@ def apply_options(model: ModelArguments) -> bool | dict:
 
 
 def _refuse(message, where=""):
-    raise ValueError(f"hfpatch: {where}{plainly(message)} See {config_file.typed()} --help.")
-
-
-def _mappings() -> set[str]:
-    """The flags that take a mapping: JSON on the command line, keys and values in a file."""
-    hints = (typing.get_type_hints(cls) for cls in CLASSES)
-    kinds = (
-        (name, [typing.get_origin(one) or one for one in typing.get_args(of)])
-        for h in hints
-        for name, of in h.items()
-    )
-    return {name for name, of in kinds if dict in of}
+    raise ValueError(f"hfpatch: {where}{plainly(message)} See hfpatch train --help.")
 
 
 def _expanded(value):
     """Expands ~ in paths, which no shell expands in a file or behind a `=`."""
     if isinstance(value, list):
         return [_expanded(item) for item in value]
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
+    return os.path.expanduser(value) if isinstance(value, str) else value

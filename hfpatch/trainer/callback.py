@@ -66,7 +66,8 @@ class Callback(TrainerCallback):
                 "out."
             )
         self.apply = apply or isinstance(apply, dict)  # no options are none, and no refusal
-        self.attention_share, self.plan = attention_share, plan
+        self.attention_share = attention_share
+        self.plan = plan
         self.report = None  # of apply
         self._applied = lambda: None
         self._hook = None
@@ -103,21 +104,20 @@ class Callback(TrainerCallback):
             share_rows(trainer)
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        if self.apply and model is not None:
-            if args.use_liger_kernel:
-                raise ValueError(
-                    "hfpatch: use_liger_kernel and hfpatch cannot be combined. Leave out one of "
-                    "them."
-                )
-            import hfpatch
-
-            model = _with_config(model)
-            self.report = hfpatch.apply(
-                model, **(self.apply if isinstance(self.apply, dict) else {})
+        if not self.apply or model is None:
+            return
+        if args.use_liger_kernel:
+            raise ValueError(
+                "hfpatch: use_liger_kernel and hfpatch cannot be combined. Leave out one of them."
             )
-            self._applied = weakref.ref(model)
-            if args.process_index == 0 and first_to_say(str(self.report)):
-                print(self.report, file=sys.stderr)
+        import hfpatch
+
+        model = _with_config(model)
+        options = self.apply if isinstance(self.apply, dict) else {}
+        self.report = hfpatch.apply(model, **options)
+        self._applied = weakref.ref(model)
+        if args.process_index == 0 and first_to_say(str(self.report)):
+            print(self.report, file=sys.stderr)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         trainer = self._trainer()
@@ -133,22 +133,21 @@ class Callback(TrainerCallback):
                 "Callback(apply=True) in Trainer(callbacks=[...]), and with model_init call "
                 "hfpatch.apply inside it."
             )
-        sizes = vars(_parallelism(args) or object).get
-        self._ranks = args.world_size // (sizes("tp_size") or 1)
-        self._sharing = max(sizes("sp_size") or 1, sizes("cp_size") or 1)  # ranks, of a row
+        parallel = _parallelism(args)
+        tp, sp, cp = (getattr(parallel, f"{name}_size", None) or 1 for name in ("tp", "sp", "cp"))
+        self._ranks = args.world_size // tp
+        self._sharing = max(sp, cp)  # ranks, of a row
         inner = _with_config(model)
         config = getattr(inner, "config", None)
         self._shape = Work.of(inner) if hasattr(config, "model_type") else None
+        self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         if self._shape is not None:
             self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         optimizer = kwargs.get("optimizer")
         while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
             optimizer = optimizer.optimizer
-        if (
-            args.process_index == 0
-            and not self._warned
-            and (words := rounded_to_nearest(optimizer))
-        ):
+        words = rounded_to_nearest(optimizer)
+        if words and args.process_index == 0 and not self._warned:
             self._warned = True
             warnings.warn(words, stacklevel=2)
         if type(optimizer).__module__.startswith("torchao.optim") and args.process_index == 0:
@@ -156,28 +155,30 @@ class Callback(TrainerCallback):
         # A run that searches for its batch size begins again without an end.
         self.on_train_end(args, state, control)
         self._trained = _trained_share(model)
-        self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         if memory.runtimes_in(model):
             memory.begin(model, args)
-        self._ends: list | None = []
+        self._ends: list[float] = []
         self._start(state)
 
     def _count(self, model, positional, named):
         if not model.training or not torch.is_grad_enabled():  # DPO's reference is no training
             return
-        if positional and isinstance(positional[0], Mapping):  # sentence-transformers' features
-            positional, named = (), positional[0]
-        ids = named.get("input_ids", positional[0] if positional else named.get("inputs_embeds"))
-        if ids is not None:  # shapes alone: nothing waits for the device
-            B, T = self._last = ids.shape[:2]
-            if T > self._longest:
-                self._longest = T
-                self._say_positions(named.get("position_ids"), T)
-            self._tokens += B * T
-            if self._shape:
-                asked = self._sharing, self.attention_share, self._trained
-                self._flops += self._shape.flops(B, T, *asked)
+        first = positional[0] if positional else named.get("inputs_embeds")
+        # sentence-transformers gives all features in one mapping.
+        features = first if isinstance(first, Mapping) else named
+        ids = features.get("input_ids", first)
+        if ids is None:
+            return
+        B, T = self._last = ids.shape[:2]  # nothing waits for the device
+        if T > self._longest:
+            self._longest = T
+            self._say_positions(features.get("position_ids"), T)
+        self._tokens += B * T
+        if self._shape:
+            self._flops += self._shape.flops(
+                B, T, self._sharing, self.attention_share, self._trained
+            )
 
     def _say_positions(self, position_ids, tokens: int) -> None:
         """A line if the sequence is longer than the model's positions, for the longest so far."""
@@ -191,7 +192,7 @@ class Callback(TrainerCallback):
             say(longer)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.plan is None or self._ends is None or args.process_index:
+        if self.plan is None or len(self._ends) == 2 or args.process_index:
             return
         if torch.device(args.device).type == "cuda":
             torch.cuda.synchronize(args.device)  # twice a run
@@ -199,7 +200,6 @@ class Callback(TrainerCallback):
         if len(self._ends) == 2:
             took = (self._ends[1] - self._ends[0]) / args.gradient_accumulation_steps
             say(against(self.plan, memory_columns(args.device).get("peak_gpu_gib"), took))
-            self._ends = None
 
     def on_evaluate(self, args, state, control, **kwargs):
         # Evaluation is no training time. The log line of earlier steps came before it.
@@ -209,12 +209,13 @@ class Callback(TrainerCallback):
         if logs is None:
             return
         extra = memory_columns(args.device)
-        seconds = time.perf_counter() - self._since if self._hook is not None else 0.0
-        if "loss" in logs and self._tokens and seconds > 0:
+        if "loss" in logs and self._hook is not None and self._tokens:
+            seconds = time.perf_counter() - self._since
+            steps = state.global_step - self._steps
             extra["tokens_per_second"] = round(self._tokens * self._ranks / seconds, 1)
             if self._peak:
                 extra["mfu"] = round(self._flops / seconds / self._peak, 4)
-            if (steps := state.global_step - self._steps) > 0:
+            if steps:
                 extra["step_seconds"] = round(seconds / steps, 4)
             self._start(state)
         logs.update(extra)
@@ -223,9 +224,8 @@ class Callback(TrainerCallback):
 
     def on_save(self, args, state, control, model=None, **kwargs):
         if args.process_index == 0 and model is not None:
-            folder = f"{args.output_dir}/checkpoint-{state.global_step}"
             memory.write(model, args)
-            memory.write(model, args, folder)
+            memory.write(model, args, f"{args.output_dir}/checkpoint-{state.global_step}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._hook is not None:
@@ -233,7 +233,9 @@ class Callback(TrainerCallback):
             self._hook = None
 
     def _start(self, state):
-        self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
+        self._since = time.perf_counter()
+        self._tokens = 0
+        self._flops = 0.0
         self._steps = state.global_step
 
 
@@ -280,8 +282,7 @@ def peak_flops(device, dtype: torch.dtype) -> float | None:
     device = torch.device(device)
     if device.type == "cpu":
         return None
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        known = gpu_named(torch.cuda.get_device_name(device))
-        if known is not None:
-            return known.peak_flops
-    return matmul_rate(device, dtype)
+    known = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if known is None or dtype not in (torch.bfloat16, torch.float16):
+        return matmul_rate(device, dtype)
+    return known.peak_flops

@@ -106,32 +106,36 @@ def encode(
 ) -> tuple[list[int], list[bool]]:
     """Token ids of the row and, for each, whether its prediction counts. Raises BadRow."""
     kind = kind_of(row, text_field) if kind == "auto" else kind
+    options = {"tools": row.get("tools"), "template": template}
+    if kind == "text":
+        ids = with_end(tokenizer(text_of(row, text_field))["input_ids"], tokenizer)
+        return ids, [True] * len(ids)
     if kind == "chat":
-        field = next((name for name in CHAT_FIELDS if name in row), None)
-        if field is None:
-            raise BadRow(
-                f"a row needs a column {' or '.join(map(repr, CHAT_FIELDS))}, got "
-                f"{', '.join(map(repr, row))}"
-            )
-        turns = _messages(row[field], field)
-        return encode_chat(turns, tokenizer, tools=row.get("tools"), template=template)
-    if kind == "prompt":
-        for name in ("prompt", "completion"):
-            if name not in row:
-                raise BadRow(f"a row needs a column {name!r}, got {', '.join(map(repr, row))}")
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            turns, said = _messages(prompt, "prompt"), _messages(completion, "completion")
-            options = {"tools": row.get("tools"), "start": len(turns), "template": template}
-            return encode_chat(turns + said, tokenizer, **options)
-        # Tokenized one by one: no prompt ever ends inside a token that spans the seam.
-        ids = tokenizer(_string(prompt, "prompt"))["input_ids"]
-        ids = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
-        said = tokenizer(_string(completion, "completion"), add_special_tokens=False)["input_ids"]
-        said = with_end(said, tokenizer)
-        return ids + said, [False] * len(ids) + [True] * len(said)
-    ids = with_end(tokenizer(text_of(row, text_field))["input_ids"], tokenizer)
-    return ids, [True] * len(ids)
+        turns = _column(row, *CHAT_FIELDS)
+        return encode_chat(_messages(turns, "messages"), tokenizer, **options)
+    prompt = _column(row, "prompt")
+    completion = _column(row, "completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        turns = _messages(prompt, "prompt")
+        said = _messages(completion, "completion")
+        return encode_chat(turns + said, tokenizer, start=len(turns), **options)
+    # Tokenized one by one: no prompt ever ends inside a token that spans the seam.
+    ids = tokenizer(_string(prompt, "prompt"))["input_ids"]
+    ids = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+    said = tokenizer(_string(completion, "completion"), add_special_tokens=False)["input_ids"]
+    said = with_end(said, tokenizer)
+    return ids + said, [False] * len(ids) + [True] * len(said)
+
+
+def _column(row: dict, *names: str):
+    """The value of the first column of these names. Raises BadRow without one."""
+    for name in names:
+        if name in row:
+            return row[name]
+    raise BadRow(
+        f"a row needs a column {' or '.join(map(repr, names))}, got "
+        f"{', '.join(map(repr, row)) or 'none'}"
+    )
 
 
 def strings(value) -> Iterator[str]:
@@ -145,11 +149,7 @@ def strings(value) -> Iterator[str]:
 
 def text_of(row: dict, text_field: str) -> str:
     """The plain text of a row. Raises BadRow where it is missing, empty, or no string."""
-    if text_field not in row:
-        raise BadRow(
-            f"a row needs a column {text_field!r}, got {', '.join(map(repr, row)) or 'none'}"
-        )
-    return _string(row[text_field], text_field)
+    return _string(_column(row, text_field), text_field)
 
 
 def with_end(ids: list[int], tokenizer) -> list[int]:
@@ -170,23 +170,17 @@ def encode_chat(
         messages = [_as_parts(message) for message in messages]
 
     def render(turns, prompt=False, **options):
+        options |= {"tools": tools, "chat_template": template.text, "return_dict": True}
         try:
-            made = tokenizer.apply_chat_template(
-                turns,
-                tools=tools,
-                chat_template=template.text,
-                add_generation_prompt=prompt,
-                return_dict=True,
-                **options,
-            )
+            return tokenizer.apply_chat_template(turns, add_generation_prompt=prompt, **options)
         except Exception as error:  # a template is somebody else's program and may raise anything
             reason = error or type(error).__name__
             raise BadRow(f"the chat template refuses it: {reason}") from error
-        return made
 
     if template.marked:
         made = render(messages, return_assistant_tokens_mask=True)
-        ids, learned = made["input_ids"], [bool(on) for on in made["assistant_masks"]]
+        ids = made["input_ids"]
+        learned = [bool(on) for on in made["assistant_masks"]]
         if start:
             before = render(messages[:start], prompt=True)["input_ids"]
             if ids[: len(before)] != before:

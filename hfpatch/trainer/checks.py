@@ -8,31 +8,23 @@ from pathlib import Path
 import torch
 
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.planner.limits import check_ranges
 from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
 from hfpatch.trainer.placement import launched_processes
 from hfpatch.trainer.run_file import NEEDED
 
 
-def _offload_folder(model) -> None:
-    """Raises ValueError for a --checkpointing that no folder can be made of."""
-    settings = checkpointing_of(model)
-    directory = settings.directory if model.impl == "hfpatch" else None
-    if directory is None:
-        return
-    path = Path(directory).absolute()
+def _expect_folder(flag: str, name: str) -> None:
+    """Raises ValueError for a folder that is none and cannot be made."""
+    path = Path(name).absolute()
     there = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "which may not be written to" if there.is_dir() else "which is no folder"
-        raise ValueError(
-            f"hfpatch: --checkpointing must be a folder, got {there}, {what}. Name another."
-        )
+        raise ValueError(f"hfpatch: --{flag} must be a folder, got {there}, {what}. Name another.")
 
 
 def flags(model, data, args) -> None:
-    """Raises ValueError for a flag out of range, and for flags that contradict each other."""
-    check_ranges(vars(model) | vars(data) | vars(args), "_")
+    """Raises ValueError for flags that contradict each other."""
     rules = chain(
         _process_rules(args),
         _model_rules(model, data),
@@ -45,7 +37,10 @@ def flags(model, data, args) -> None:
     for broken, sentence in rules:  # in order: later rules build on earlier ones
         if broken:
             raise ValueError(f"hfpatch: {sentence}")
-    _offload_folder(model)
+    _expect_folder("output_dir", args.output_dir)
+    directory = checkpointing_of(model).directory
+    if directory is not None and model.impl == "hfpatch":
+        _expect_folder("checkpointing", directory)
 
 
 def _process_rules(args):
@@ -56,11 +51,11 @@ def _process_rules(args):
         f"the {launched} processes of this launch must train together, and each sees itself alone: "
         "there is no GPU. Pass --use_cpu True and no engine, or launch one.",
     )
-    workers, most = args.dataloader_num_workers, 16 + 4 * cores()
+    most = 16 + 4 * cores()
     yield (
-        workers > most,
-        f"--dataloader_num_workers must be {most} or less with {cores()} cores, got {workers}. "
-        "Take fewer.",
+        args.dataloader_num_workers > most,
+        f"--dataloader_num_workers must be {most} or less with {cores()} cores, got "
+        f"{args.dataloader_num_workers}. Take fewer.",
     )
     yield (
         args.max_steps == 0,
@@ -114,7 +109,7 @@ def _quantisation_rules(model, args):
     )
     yield (
         _missing("bitsandbytes"),
-        (f"{bits[0]} needs bitsandbytes. Run: pip install bitsandbytes."),
+        f"{bits[0]} needs bitsandbytes. Run: pip install bitsandbytes.",
     )
     yield (
         args.deepspeed or args.fsdp,
@@ -131,21 +126,20 @@ def _float8_rules(model, args):
         model.fp8 and (args.deepspeed or args.fsdp),
         f"--fp8 {model.fp8} and an engine cannot be combined. Leave one out.",
     )
-    yield (
-        model.fp8 and _missing("torchao"),
-        "--fp8 needs torchao. Run: pip install torchao.",
-    )
+    yield model.fp8 and _missing("torchao"), "--fp8 needs torchao. Run: pip install torchao."
 
 
 def _implementation_rules(model, args):
-    ours, liger, asked = model.impl == "hfpatch", model.impl == "liger", checkpointing_of(model)
+    ours = model.impl == "hfpatch"
+    liger = model.impl == "liger"
+    asked = checkpointing_of(model)
     yield (
         liger and (not torch.cuda.is_available() or args.use_cpu),
         ("--impl liger needs a GPU, and there is none. Use hf or hfpatch."),
     )
     yield (
         liger and _missing("liger_kernel"),
-        ("--impl liger needs liger-kernel. Run: pip install liger-kernel."),
+        "--impl liger needs liger-kernel. Run: pip install liger-kernel.",
     )
     yield (
         not liger and args.use_liger_kernel,
@@ -263,9 +257,8 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
             "with `accelerate launch --use_deepspeed --deepspeed_config_file FILE`, or with plain "
             "python."
         )
-    if (
-        getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    ) and kind != "FSDP":
+    fsdp = getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if fsdp and kind != "FSDP":
         raise ValueError(
             f"hfpatch: accelerate must run FSDP, as the config asks, and runs {kind}: its FSDP "
             "needs GPUs and `accelerate launch` without --cpu. On CPUs leave FSDP out."

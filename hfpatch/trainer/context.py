@@ -7,6 +7,7 @@ import json
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+_ORIGINAL = "original_max_position_embeddings"
 _FROM_ORIGINAL = ("yarn", "llama3", "longrope")  # types that reckon from the length before
 
 
@@ -28,15 +29,15 @@ def lengthened(config, limit: int | None, scaling: str | None):
     values = config.to_dict()
     if scaling is not None:
         asked = _asked(scaling)
-        known, scaled = "original_max_position_embeddings", before.get("rope_type", "default")
-        original = asked.get(known, config.max_position_embeddings)
+        scaled = before.get("rope_type", "default")
+        original = asked.get(_ORIGINAL, config.max_position_embeddings)
         if asked["rope_type"] in _FROM_ORIGINAL:
-            if known not in asked and scaled != "default":
+            if _ORIGINAL not in asked and scaled != "default":
                 raise ValueError(
                     f"hfpatch: the model's positions are scaled already ({scaled}). Add "
-                    f'"{known}" to --rope_scaling, the length it starts from.'
+                    f'"{_ORIGINAL}" to --rope_scaling, the length it starts from.'
                 )
-            asked[known] = original
+            asked[_ORIGINAL] = original
         if limit is None and isinstance(asked.get("factor"), (int, float)):
             limit = int(original * asked["factor"])
         kept = {k: before[k] for k in ("rope_theta", "partial_rotary_factor") if k in before}
@@ -69,19 +70,15 @@ def _rope(config) -> dict:
 
 def _asked(scaling: str) -> dict:
     try:
-        asked = json.loads(scaling)
-    except ValueError:
-        asked = None
-    if not isinstance(asked, dict):
+        asked = dict(json.loads(scaling))
+    except (TypeError, ValueError) as error:
         raise ValueError(
             "hfpatch: --rope_scaling must be a JSON object such as "
             '{"rope_type": "yarn", "factor": 4.0}, '
             f"got {scaling!r}. Correct it."
-        )
-    if not {"type", "rope_type"} & asked.keys() and asked.keys() - {
-        "rope_theta",
-        "partial_rotary_factor",
-    }:
+        ) from error
+    named = {"type", "rope_type"} & asked.keys()
+    if not named and not asked.keys() <= {"rope_theta", "partial_rotary_factor"}:
         raise ValueError(
             f"hfpatch: --rope_scaling needs a rope_type, got {scaling!r}: transformers would not "
             "scale. Add it."

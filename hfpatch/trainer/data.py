@@ -23,10 +23,6 @@ from hfpatch.trainer.model_flops import windows_of
 from hfpatch.trainer.rows import Rows, rows_of
 
 MOST_MALFORMED = 0.1  # of the rows; more stop the run unless --allow_malformed
-NO_TEMPLATE = (
-    "hfpatch: chat messages need a chat template, and the tokenizer has none. Give "
-    "--chat_template FILE"
-)
 TOKENS = datasets.Features(
     {
         "ids": datasets.List(datasets.Value("int32")),
@@ -50,40 +46,46 @@ class Datasets:
 
 def encoded(rows, tokenizer, data, template, vocab_size: int) -> Iterator[dict]:
     """Each row as TOKENS: ids, a learned flag each, or why it is bad."""
-    held = []  # plain texts wait for one call of the tokenizer, which works on them in parallel
+    read = iter(rows.read())
+    while held := [*itertools.islice(read, 256)]:
+        found = [_text_or_tokens(*row, tokenizer, data, template) for row in held]
+        # One call of the tokenizer works on many plain texts in parallel.
+        texts = [one for one in found if isinstance(one, str)]
+        ids_of_texts = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
+        for (place, _), one in zip(held, found):
+            made = {"ids": [], "learned": [], "bytes": 0, "bad": ""}
+            if isinstance(one, chat.BadRow):
+                made["bad"] = f"{place}: {one}"
+            elif isinstance(one, str):
+                made["ids"] = chat.with_end(next(ids_of_texts), tokenizer)
+                made["learned"] = [True] * len(made["ids"])
+                made["bytes"] = len(one.encode())
+            else:
+                made["ids"], made["learned"] = one
+            largest = max(made["ids"], default=0)
+            if largest >= vocab_size:
+                token = tokenizer.convert_ids_to_tokens(largest)
+                bad = f"{place}: the token {token!r} is beyond the model's {vocab_size}"
+                made = {"ids": [], "learned": [], "bytes": 0, "bad": bad}
+            yield made
 
-    def flush():
-        texts = [row for _, row in held if isinstance(row, str)]
-        made = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
-        for place, row in held:
-            nbytes, bad = 0, ""
-            if isinstance(row, str):
-                ids = chat.with_end(next(made), tokenizer)
-                nbytes, row = len(row.encode()), (ids, [True] * len(ids))
-            if isinstance(row, tuple) and max(row[0], default=0) >= vocab_size:
-                token = tokenizer.convert_ids_to_tokens(max(row[0]))
-                row = chat.BadRow(f"the token {token!r} is beyond the model's {vocab_size}")
-            if isinstance(row, chat.BadRow):
-                nbytes, bad, row = 0, f"{place}: {row}", ((), ())
-            yield {"ids": row[0], "learned": row[1], "bytes": nbytes, "bad": bad}
-        held.clear()
 
-    for place, row in rows.read():
-        try:
-            if isinstance(row, dict):
-                kind = chat.kind_of(row, data.text_field) if data.kind == "auto" else data.kind
-                if kind == "text":
-                    row = chat.text_of(row, data.text_field)
-                else:
-                    if chat.is_chat(row, kind) and not tokenizer.chat_template:
-                        raise ValueError(f"{NO_TEMPLATE} (the first at {place}).")
-                    row = chat.encode(row, tokenizer, kind=kind, template=template)
-        except chat.BadRow as error:
-            row = error
-        held.append((place, row))
-        if len(held) >= 256:
-            yield from flush()
-    yield from flush()
+def _text_or_tokens(place, row, tokenizer, data, template) -> str | tuple | chat.BadRow:
+    """A plain text, the (ids, learned) of another row, or why the row is bad."""
+    if isinstance(row, chat.BadRow):
+        return row
+    try:
+        kind = chat.kind_of(row, data.text_field) if data.kind == "auto" else data.kind
+        if kind == "text":
+            return chat.text_of(row, data.text_field)
+        if chat.is_chat(row, kind) and not tokenizer.chat_template:
+            raise ValueError(
+                "hfpatch: chat messages need a chat template, and the tokenizer has none. Give "
+                f"--chat_template FILE (the first at {place})."
+            )
+        return chat.encode(row, tokenizer, kind=kind, template=template)
+    except chat.BadRow as error:
+        return error
 
 
 @dataclass
@@ -94,8 +96,9 @@ class Malformed:
     bad: int = 0
     reasons: dict[str, list] = field(default_factory=dict)
 
-    def see(self, place_and_reason: str, data) -> None:
-        """Counts one row; an empty text is a good one. ValueError under --strict."""
+    def see(self, place_and_reason: str, data, say=None) -> None:
+        """Counts one row, and says a new reason; an empty text is a good row. ValueError under
+        --strict."""
         self.rows += 1
         if not place_and_reason:
             return
@@ -104,16 +107,11 @@ class Malformed:
                 f"hfpatch: --strict allows no malformed row, got {place_and_reason}. Correct it, "
                 "or leave --strict out."
             )
-        place, _, reason = place_and_reason.partition(": ")
         self.bad += 1
+        place, _, reason = place_and_reason.partition(": ")
+        if say and reason not in self.reasons:
+            say(f"hfpatch: rows left out: {reason} (the first at {place})")
         self.reasons.setdefault(reason, [0, place])[0] += 1
-
-    def report(self, data, say) -> None:
-        """Says each reason once, with its count. ValueError for too many bad rows."""
-        for reason, (count, place) in self.reasons.items():
-            rows = "row" if count == 1 else "rows"
-            say(f"hfpatch: {count} malformed {rows} left out: {reason} (the first at {place})")
-        self.expect_few(data)
 
     def expect_few(self, data, least: int = 0) -> None:
         """ValueError for too many bad rows. least: rows of which the share is taken at least."""
@@ -124,14 +122,15 @@ class Malformed:
             )
 
 
-def prepared(table, documents, name: str, data, pad_id: int, windows, say) -> tuple:
-    """(RowDataset, bytes a token, share of attention) of these documents of a tokenized table."""
-    lengths = pyarrow.compute.list_value_length(table.data.column("ids")).to_numpy()
-    chosen = lengths[documents]
-    pieces = packing.cut(chosen, data.seq_len, long_rows=data.long_rows)
-    learned, kept, labels = table.data.column("learned"), [], 0
-    for piece in pieces:
+def prepared(table, documents, name: str, data, pad_id: int, say) -> RowDataset:
+    """The rows that these documents of a tokenized table fill. Says what is left out."""
+    lengths = pyarrow.compute.list_value_length(table.data.column("ids")).to_numpy()[documents]
+    learned = table.data.column("learned")
+    kept = []
+    labels = 0
+    for piece in packing.cut(lengths, data.seq_len, long_rows=data.long_rows):
         document = int(documents[piece.document])
+        # The first token of a piece is no label: none precedes it.
         flags = learned[document].values[piece.start + 1 : piece.start + piece.length]
         count = flags.true_count if piece.length > 1 else 0
         if count:
@@ -144,57 +143,58 @@ def prepared(table, documents, name: str, data, pad_id: int, windows, say) -> tu
             "--long_rows and --seq-len."
         )
     rows = packing.pack(kept, data.seq_len) if data.packing else [[piece] for piece in kept]
-    tokens, read_ = sum(p.length for p in kept), int(chosen.sum())
+    tokens = sum(piece.length for piece in kept)
+    before = int(lengths.sum())
     fill = f" (packing fill {tokens / (len(rows) * data.seq_len):.1%})" if data.packing else ""
     say(
-        f"hfpatch: {name}: {len(documents):,} document{'s' * (len(documents) != 1)} of {read_:,} "
+        f"hfpatch: {name}: {len(documents):,} document{'s' * (len(documents) != 1)} of {before:,} "
         f"tokens; {tokens:,} tokens, {labels / tokens:.1%} of them labels, in {len(rows):,} rows of "
-        f"up to {data.seq_len:,}{fill}; left out: {read_ - tokens:,} tokens ({1 - tokens / read_:.1%})"
+        f"up to {data.seq_len:,}{fill}; left out: {before - tokens:,} tokens "
+        f"({1 - tokens / before:.1%})"
     )
-    made = RowDataset(table, rows, pad_to=data.seq_len if data.packing else None, pad_id=pad_id)
-    per_token = int(sum(table.data.column("bytes").to_numpy())) / max(1, int(lengths.sum()))
-    share = packing.attention_share(rows, data.seq_len, windows) if data.packing else 1.0
-    return made, per_token, share
+    return RowDataset(table, rows, pad_to=data.seq_len if data.packing else None, pad_id=pad_id)
 
 
 class Stream(torch.utils.data.IterableDataset):
     """Rows that are made while they are read, shuffled within a buffer, in each epoch anew."""
 
     def __init__(self, encode, data, pad_id: int, seed: int, say):
-        self.table = datasets.IterableDataset.from_generator(encode, features=TOKENS)
-        self.table = self.table.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
-        self.data, self.pad_id, self.say = data, pad_id, say
+        table = datasets.IterableDataset.from_generator(encode, features=TOKENS)
+        self.table = table.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
+        self.data = data
+        self.pad_id = pad_id
+        self.say = say
 
     def set_epoch(self, epoch: int) -> None:
         self.table.set_epoch(epoch)
 
     def _pieces(self):
-        malformed, said = Malformed(), set()
+        """(ids, learned) of each piece with a label."""
+        malformed = Malformed()
         for row in self.table:
-            ids, learned = row["ids"], row["learned"]
-            malformed.see(row["bad"], self.data)
-            new = malformed.reasons.keys() - said
-            said |= new
-            for reason in new:
-                self.say(
-                    f"hfpatch: rows left out: {reason} (the first at {malformed.reasons[reason][1]})"
-                )
+            malformed.see(row["bad"], self.data, self.say)
             malformed.expect_few(self.data, least=100)
-            pieces = packing.cut([len(ids)], self.data.seq_len, long_rows=self.data.long_rows)
-            for p in pieces:
-                if any(learned[p.start + 1 : p.start + p.length]):
-                    yield ids[p.start : p.start + p.length], learned[p.start : p.start + p.length]
-        malformed.report(self.data, self.say)
+            lengths = [len(row["ids"])]
+            for piece in packing.cut(lengths, self.data.seq_len, long_rows=self.data.long_rows):
+                tokens = slice(piece.start, piece.start + piece.length)
+                learned = row["learned"][tokens]
+                if any(learned[1:]):
+                    yield row["ids"][tokens], learned
+        malformed.expect_few(self.data)
 
     def __iter__(self):
-        held, used, limit = [], 0, self.data.seq_len if self.data.packing else 0
-        for piece in itertools.chain(self._pieces(), [None]):
-            if held and (piece is None or used + len(piece[0]) > limit):
+        limit = self.data.seq_len if self.data.packing else 0
+        held = []
+        used = 0
+        for piece in self._pieces():
+            if held and used + len(piece[0]) > limit:
                 yield make_row(held, pad_to=limit or None, pad_id=self.pad_id)
-                held, used = [], 0
-            if piece is not None:
-                held.append(piece)
-                used += len(piece[0])
+                held = []
+                used = 0
+            held.append(piece)
+            used += len(piece[0])
+        if held:
+            yield make_row(held, pad_to=limit or None, pad_id=self.pad_id)
 
 
 def load_tokenizer(model, data, rows):
@@ -213,15 +213,6 @@ def load_tokenizer(model, data, rows):
     if data.chat_template:
         made.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
     return made
-
-
-def template_of(tokenizer, data, rows) -> chat.Template:
-    """The template to train chat rows with; the first row decides whether the data are a chat."""
-    if not chat.is_chat(next(rows.good(), {}), data.kind):
-        return chat.OWN
-    if not tokenizer.chat_template:
-        raise ValueError(f"{NO_TEMPLATE}.")
-    return chat.training_template(tokenizer)
 
 
 def fit_vocabulary(config, tokenizer, *, fresh: bool) -> None:
@@ -263,46 +254,19 @@ def load_data(model, data, args, config, *, say) -> tuple:
         return made, load_datasets(data, rows, made, config, seed=seed, say=say)
 
 
-def _kept(rows: Rows, encode, settings, data) -> datasets.Dataset:
-    """TOKENS of the rows, from the cache if they were made before."""
-    name = datasets.fingerprint.Hasher.hash((2, rows.digest, *settings))
-    cache = os.path.expanduser(data.cache_dir)
-    try:
-        return datasets.Dataset.from_generator(
-            encode, features=TOKENS, cache_dir=cache, fingerprint=name
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, (ValueError, OSError)):
-            raise error.__cause__ from None  # our own sentence, or the system's
-        raise
-
-
 def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Datasets:
     """Tokenizes (or finds in the cache), splits, cuts and packs the data. Raises ValueError."""
-    template, padding = template_of(tokenizer, data, rows), pad_id(config, tokenizer)
-    size = config.get_text_config().vocab_size
-    settings = (_tokenizer_digest(tokenizer), template, size, data.kind, data.text_field,
-                data.text_unit)  # fmt: skip
+    # The first row decides whether the data are a chat.
+    template = chat.OWN
+    if tokenizer.chat_template and chat.is_chat(next(rows.good(), {}), data.kind):
+        template = chat.training_template(tokenizer)
     if template.text is not None:
         say("hfpatch: chat: TRL's training template, whose markers show the assistant's turns")
-
-    def encode(rows):
-        return partial(encoded, rows, tokenizer, data, template, size)
-
-    def tokens_of(rows):
-        made = _kept(rows, encode(rows), settings, data)
-        bad = made.data.column("bad").to_pylist()
-        good = np.flatnonzero([not reason for reason in bad])
-        if not len(good):
-            raise ValueError(
-                f"hfpatch: all {len(bad)} rows are malformed ({next(iter(bad), 'no row')}). "
-                "Correct the data or name its columns."
-            )
-        malformed = Malformed()
-        for reason in bad:
-            malformed.see(reason, data)
-        malformed.report(data, say)
-        return made, good
+    size = config.get_text_config().vocab_size
+    padding = pad_id(config, tokenizer)
+    settings = (_tokenizer_digest(tokenizer), template, size, data.kind, data.text_field,
+                data.text_unit)  # fmt: skip
+    encode = partial(encoded, tokenizer=tokenizer, data=data, template=template, vocab_size=size)
 
     held = None
     if data.eval_data:
@@ -312,14 +276,14 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
                 "hfpatch: --eval_data must differ from the training data. Name others, or a split "
                 "with --eval_split."
             )
-        held = tokens_of(found)
+        held = _tokenized(found, encode, settings, data, say)
     share = 1.0
     if data.streaming:
-        made = Stream(encode(rows), data, padding, seed, say)
+        made = Stream(partial(encode, rows), data, padding, seed, say)
         if next(iter(made), None) is None:
             raise ValueError("hfpatch: no row is left to train on. Check the data.")
     else:
-        tokens, good = tokens_of(rows)
+        table, good = _tokenized(rows, encode, settings, data, say)
         if data.validation_split:
             if len(good) < 2:
                 raise ValueError(
@@ -328,14 +292,52 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
                 )
             order = np.random.default_rng(seed).permutation(good)
             most = min(len(good) - 1, max(1, round(len(good) * data.validation_split)))
-            held, good = (tokens, np.sort(order[:most])), np.sort(order[most:])
-        made, _, share = prepared(
-            tokens, good, "train", data, padding, windows_of(config) or packing.FULL, say
-        )
-    evaluation, per_token = None, 0.0
+            held = (table, np.sort(order[:most]))
+            good = np.sort(order[most:])
+        made = prepared(table, good, "train", data, padding, say)
+        if data.packing:
+            windows = windows_of(config) or packing.FULL
+            lengths = made.pieces[:, 2].tolist()
+            share = packing.attention_share(lengths, len(made), data.seq_len, windows)
+    evaluation = None
+    per_token = 0.0
     if held is not None:
-        evaluation, per_token, _ = prepared(*held, "validation", data, padding, packing.FULL, say)
+        table, documents = held
+        evaluation = prepared(table, documents, "validation", data, padding, say)
+        tokens = pyarrow.compute.list_value_length(table.data.column("ids")).to_numpy().sum()
+        per_token = float(table.data.column("bytes").to_numpy().sum() / max(1, tokens))
     return Datasets(made, evaluation, per_token, share, rows.digest)
+
+
+def _tokenized(rows: Rows, encode, settings, data, say) -> tuple:
+    """TOKENS of the rows, from the cache if they were made before, and the numbers of good rows.
+    Says why others are left out."""
+    try:
+        table = datasets.Dataset.from_generator(
+            partial(encode, rows),
+            features=TOKENS,
+            cache_dir=os.path.expanduser(data.cache_dir),
+            fingerprint=datasets.fingerprint.Hasher.hash((2, rows.digest, *settings)),
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, (ValueError, OSError)):
+            raise error.__cause__ from None  # our own sentence, or the system's
+        raise
+    bad = table.data.column("bad").to_pylist()
+    good = np.flatnonzero([not reason for reason in bad])
+    if not len(good):
+        raise ValueError(
+            f"hfpatch: all {len(bad)} rows are malformed ({next(iter(bad), 'no row')}). "
+            "Correct the data or name its columns."
+        )
+    malformed = Malformed()
+    for reason in bad:
+        malformed.see(reason, data)
+    for reason, (count, place) in malformed.reasons.items():
+        plural = "s" * (count != 1)
+        say(f"hfpatch: {count} malformed row{plural} left out: {reason} (the first at {place})")
+    malformed.expect_few(data)
+    return table, good
 
 
 def _tokenizer_digest(tokenizer) -> str:

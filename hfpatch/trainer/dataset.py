@@ -24,7 +24,9 @@ class RowDataset(torch.utils.data.Dataset):
     """
 
     def __init__(self, table, rows, *, pad_to: int | None = None, pad_id: int = 0):
-        self.table, self.pad_to, self.pad_id = table, pad_to, pad_id
+        self.table = table
+        self.pad_to = pad_to
+        self.pad_id = pad_id
         pieces = [(p.document, p.start, p.length) for row in rows for p in row]
         # Arrays, not millions of objects: the workers of a data loader copy these for free.
         self.pieces = np.asarray(pieces, dtype=np.int64).reshape(-1, 3)
@@ -34,24 +36,24 @@ class RowDataset(torch.utils.data.Dataset):
         return len(self.bounds) - 1
 
     def __getitem__(self, index: int) -> dict:
-        columns, documents = [self.table.data.column(name) for name in ("ids", "learned")], []
-        for document, start, length in self.pieces[self.bounds[index] : self.bounds[index + 1]]:
-            parts = (column[int(document)].values.slice(start, length) for column in columns)
-            documents.append([part.to_numpy(zero_copy_only=False) for part in parts])
+        pieces = self.pieces[self.bounds[index] : self.bounds[index + 1]]
+        documents = [self._tokens(*piece) for piece in pieces.tolist()]
         return make_row(documents, pad_to=self.pad_to, pad_id=self.pad_id)
+
+    def _tokens(self, document: int, start: int, length: int) -> tuple:
+        """(ids, learned) of a piece."""
+        columns = (self.table.data.column(name)[document].values for name in ("ids", "learned"))
+        return tuple(c.slice(start, length).to_numpy(zero_copy_only=False) for c in columns)
 
 
 class Packed(RowDataset):
     """Packed rows of any dataset with token ids, and labels where it has some."""
 
-    def __getitem__(self, index: int) -> dict:
-        documents = []
-        for document, start, length in self.pieces[self.bounds[index] : self.bounds[index + 1]]:
-            row = self.table[int(document)]
-            ids = np.asarray(row["input_ids"])[start : start + length]
-            labels = np.asarray(row.get("labels", row["input_ids"]))[start : start + length]
-            documents.append((ids, labels != IGNORE))
-        return make_row(documents, pad_to=self.pad_to, pad_id=self.pad_id)
+    def _tokens(self, document: int, start: int, length: int) -> tuple:
+        row = self.table[document]
+        ids = np.asarray(row["input_ids"])[start : start + length]
+        labels = np.asarray(row.get("labels", row["input_ids"]))[start : start + length]
+        return ids, labels != IGNORE
 
 
 def pack(dataset, seq_len: int, *, pad_id: int = 0, long_rows: str = "split") -> Packed:
@@ -92,24 +94,18 @@ def make_row(documents, *, pad_to: int | None, pad_id: int) -> dict:
 
     pad_to: the length of a row of several documents; None leaves a single document as it is.
     """
-    ids_T = np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in documents])
-    labels_T = np.concatenate([_labels(ids, learned) for ids, learned in documents])
-    if pad_to is None:
-        return {"input_ids": torch.from_numpy(ids_T), "labels": torch.from_numpy(labels_T)}
-    rest = pad_to - len(ids_T)
-    # The last: padding is a document of its own.
-    positions = [np.arange(len(ids)) for ids, _ in documents] + [np.arange(rest)]
-    return {
-        "input_ids": torch.from_numpy(np.pad(ids_T, (0, rest), constant_values=pad_id)),
-        "labels": torch.from_numpy(np.pad(labels_T, (0, rest), constant_values=IGNORE)),
-        "position_ids": torch.from_numpy(np.concatenate(positions)),
-    }
-
-
-def _labels(ids, learned) -> np.ndarray:
-    labels_T = np.where(np.asarray(learned, dtype=bool), np.asarray(ids, dtype=np.int64), IGNORE)
-    labels_T[:1] = IGNORE
-    return labels_T
+    ids = [np.asarray(tokens, dtype=np.int64) for tokens, _ in documents]
+    labels = [np.where(learned, tokens, IGNORE) for tokens, (_, learned) in zip(ids, documents)]
+    for labels_T in labels:
+        labels_T[:1] = IGNORE
+    row = {"input_ids": ids, "labels": labels}
+    if pad_to is not None:
+        rest = pad_to - sum(map(len, ids))
+        ids.append(np.full(rest, pad_id))
+        labels.append(np.full(rest, IGNORE))
+        # Padding is a document of its own.
+        row["position_ids"] = [np.arange(len(tokens_T)) for tokens_T in ids]
+    return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in row.items()}
 
 
 @dataclass(frozen=True)
@@ -133,9 +129,11 @@ class Collator:
         for name in rows[0]:
             # Positions go on as a new document rather than as zeros: each zero would start one, and
             # attention runs per document.
-            more = [torch.arange(T - n) if name not in fill else torch.full((T - n,), fill[name])
-                    for n in lengths]  # fmt: skip
-            batch[name] = torch.stack([torch.cat([row[name], x]) for row, x in zip(rows, more)])
+            rest = torch.arange(T)
+            if name in fill:
+                rest = torch.full_like(rest, fill[name])
+            padded = [torch.cat([row[name], rest[: T - n]]) for row, n in zip(rows, lengths)]
+            batch[name] = torch.stack(padded)
         if "position_ids" not in batch and self.positions:
             batch["position_ids"] = torch.arange(T).repeat(len(rows), 1)
         elif "position_ids" not in batch and min(lengths) < T:
@@ -147,16 +145,18 @@ def show(rows: list[dict], tokenizer) -> str:
     """The rows' tokens for a terminal: labels green, others grey, `|` before each document."""
     lines = []
     for number, row in enumerate(rows):
-        ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
-        positions = row["position_ids"].tolist() if "position_ids" in row else range(len(ids))
-        learned = sum(label != IGNORE for label in labels)
+        ids = row["input_ids"]
+        labels = row["labels"]
+        positions = row.get("position_ids", range(len(ids)))
+        learned = int((labels != IGNORE).sum())
         lines.append(
             f"row {number}: {len(ids)} tokens, {learned} learned (green), {len(ids) - learned} "
             "ignored (grey)"
         )
         text = ""
         for token, label, position in zip(ids, labels, positions):
+            colour = 90 if label == IGNORE else 32
             text += "\n|" if position == 0 else ""
-            text += f"\x1b[{'32' if label != IGNORE else '90'}m{tokenizer.decode([token])}\x1b[0m"
+            text += f"\x1b[{colour}m{tokenizer.decode([token])}\x1b[0m"
         lines.append(text.strip("\n"))
     return "\n".join(lines)

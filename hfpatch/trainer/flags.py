@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
-from hfpatch.budget.limits import parse_length
 from hfpatch.budget.policy import CHECKPOINTING
 from hfpatch.lab.presets import PRESETS
 from hfpatch.planner.placements import PLACEMENTS
@@ -212,9 +211,7 @@ class TrainArguments(TrainingArguments):
 
 
 # Flags that take a number of tokens, such as 8192 or 128k.
-LENGTHS = {
-    "seq_len": parse_length, "pad_multiple": parse_length, "max_position_embeddings": parse_length,
-}  # fmt: skip
+LENGTHS = ("seq_len", "pad_multiple", "max_position_embeddings")
 CLASSES = (ModelArguments, DataArguments, TrainArguments)
 # Flags that have a meaning only beside another flag -> that flag.
 COMPANIONS = {

@@ -25,8 +25,7 @@ def convert(model: nn.Module, recipe: str) -> nn.Module:
     fast = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not fast)
     layers = find_decoder(model).layers
-    count = sum(_fits(module, "") for layer in layers for module in layer.modules())
-    if not count:
+    if not any(_fits(module, "") for layer in layers for module in layer.modules()):
         raise ValueError(
             f"hfpatch: --fp8 {recipe} needs Linear layers whose widths are multiples of "
             f"{_MULTIPLE}, and {type(model).__name__} has none. Leave it out."

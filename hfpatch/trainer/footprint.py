@@ -47,10 +47,9 @@ def check(config, model, data, args, say):
         f"{gib(found.host_peak_bytes)} of {gib(found.host_usable_bytes)} of host memory"
     )
     if not found.fits:
-        ways = "; ".join(_ways(found)[:3])
         raise ValueError(
-            f"hfpatch: the planned step must fit, and takes {memory}. Change the run"
-            + (f", for example by {ways}." if ways else " or the machine.")
+            f"hfpatch: the planned step must fit, and takes {memory}. Change the run or the "
+            f"machine{_ways(found)}."
         )
     say(f"hfpatch: planned: {str(found).splitlines()[0]}")
     say(f"hfpatch: planned: {memory}")
@@ -58,12 +57,13 @@ def check(config, model, data, args, say):
     return found
 
 
-def _ways(found) -> list[str]:
-    """The plan's suggestions in the flags of `hfpatch train`, without those of another machine."""
+def _ways(found) -> str:
+    """Three of the plan's suggestions for this machine, in the flags of `hfpatch train`."""
     changes = (s["change"] for s in found.suggestions)
     mine = [way for way in changes if not way.startswith(("--gpu", "--host-ram"))]
-    batch = "--per_device_train_batch_size "
-    return [w.replace("--base 4bit", "--load_in_4bit").replace("--batch ", batch) for w in mine]
+    said = "; ".join(mine[:3]).replace("--base 4bit", "--load_in_4bit")
+    said = said.replace("--batch ", "--per_device_train_batch_size ")
+    return f", for example by {said}" if said else ""
 
 
 def _expect_room(config, model, args) -> None:

@@ -57,22 +57,14 @@ def loads(what: str, name: str, hint: str = ""):
         yield
     except Exception as error:
         # transformers' classes raise errors of many classes for broken content.
-        of_the_machine = (
-            isinstance(error, RuntimeError)
-            and "mismatched" not in str(error)
-            or isinstance(error, MemoryError)
-        )
-        if of_the_machine or getattr(error, "errno", None) in (errno.ENOSPC, errno.ENOMEM):
+        if isinstance(error, (RuntimeError, MemoryError)) and "mismatched" not in str(error):
             raise
-        why = str(error).strip() and _first(error).removeprefix("hfpatch: ")
-        why = (
-            why
-            if isinstance(error, (OSError, ValueError)) or error.__cause__
-            else f"{type(error).__name__} {why}".strip()
-        )
-        raise ValueError(
-            f"hfpatch: {what} from {name!r}: {why or type(error).__name__}{hint}."
-        ) from error
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        why = " ".join(str(error).split())[:300].removeprefix("hfpatch: ").rstrip(".")
+        if not isinstance(error, (OSError, ValueError)) and not error.__cause__:
+            why = f"{type(error).__name__} {why}"
+        raise ValueError(f"hfpatch: {what} from {name!r}: {why}{hint}.") from error
 
 
 def _overrides(model) -> dict:
@@ -88,48 +80,45 @@ def _overrides(model) -> dict:
         except json.JSONDecodeError:
             values[name.strip()] = value
     # A LlamaConfig's own fields, without those that the tokenizer decides.
-    every, common = (inspect.signature(c).parameters for c in (LlamaConfig, PretrainedConfig))
     decided = {"pad_token_id", "bos_token_id", "eos_token_id"}
-    decided |= {"vocab_size"} if model.train_tokenizer else set()
-    known = every.keys() - common.keys() - decided
-    unknown = [name for name in values if name not in known]
-    if unknown:
-        who = (
-            "the tokenizer decides it" if unknown[0] in decided else "LlamaConfig has no such size"
-        )
-        raise ValueError(
-            f"hfpatch: --config_overrides cannot set {unknown[0]!r}: {who}. Leave it out."
-            f"{did_you_mean(unknown[0], known)}"
-        )
+    if model.train_tokenizer:
+        decided.add("vocab_size")
+    known = {*inspect.signature(LlamaConfig).parameters} - decided
+    known -= {*inspect.signature(PretrainedConfig).parameters}
+    for name in values:
+        if name not in known:
+            who = "the tokenizer decides it" if name in decided else "LlamaConfig has no such size"
+            raise ValueError(
+                f"hfpatch: --config_overrides cannot set {name!r}: {who}. Leave it out."
+                f"{did_you_mean(name, known)}"
+            )
     return values
 
 
 def load_model(model, config, seed: int):
     """The model on the CPU, in --dtype, with LoRA where asked for. Raises ValueError."""
     torch.manual_seed(seed)  # new weights, of adapters too, are the same in each run and rank
-    dtype = getattr(torch, model.dtype, "auto")
-    options = {"attn_implementation": model.attn_implementation, "dtype": dtype}
+    options = {"attn_implementation": model.attn_implementation}
     if model.preset:
-        options["dtype"] = torch.float32 if dtype == "auto" else dtype
-        made = AutoModelForCausalLM.from_config(config, **options)
+        dtype = getattr(torch, model.dtype, torch.float32)
+        with loads("no model is made", model.model):
+            made = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     else:
         hint = (
             ""
             if model.allow_pickle
             else " (weights load from safetensors alone unless --allow_pickle)"
         )
+        options |= {
+            "dtype": getattr(torch, model.dtype, "auto"),
+            "use_safetensors": None if model.allow_pickle else True,
+            "trust_remote_code": model.trust_remote_code,
+        }
         with loads("no weights load", model.model, hint):
-            made = AutoModelForCausalLM.from_pretrained(
-                model.model,
-                config=config,
-                use_safetensors=None if model.allow_pickle else True,
-                trust_remote_code=model.trust_remote_code,
-                **options,
-                **_quantisation(model, config),
-            )
-    made.config.use_cache = (
-        False  # a cache would join packed documents, and nothing reads it in training
-    )
+            options |= _quantisation(model, config)
+            made = AutoModelForCausalLM.from_pretrained(model.model, config=config, **options)
+    # A cache would join packed documents, and nothing reads it in training.
+    made.config.use_cache = False
     if model.fp8:
         from hfpatch.trainer.float8 import convert
 
@@ -151,11 +140,10 @@ def expect_saves(model, say) -> None:
         if not _flaw(sampling, strict=True):
             settings.do_sample = True
             say("hfpatch: generation_config.json has sampling settings; do_sample=True is set.")
-    for name, made, options in (
-        ("generation_config.json", settings, {"strict": True}),
-        ("config.json", model.config, {}),
-    ):
-        why = _flaw(made, **options) if hasattr(made, "validate") else ""
+    flaws = {"config.json": _flaw(model.config)} if hasattr(model.config, "validate") else {}
+    if settings is not None:
+        flaws["generation_config.json"] = _flaw(settings, strict=True)
+    for name, why in flaws.items():
         if why:
             raise ValueError(
                 f"hfpatch: the trained model could not be saved: {name}: {why}. Correct that file."
@@ -179,13 +167,13 @@ def _quantisation(model, config) -> dict:
         return {}
     from transformers import BitsAndBytesConfig
 
-    named = getattr(torch, model.dtype, getattr(config, "dtype", None))
+    dtype = getattr(torch, model.dtype, config.dtype)
     settings = BitsAndBytesConfig(
         load_in_4bit=model.load_in_4bit,
         load_in_8bit=model.load_in_8bit,
         bnb_4bit_quant_type=model.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
-        bnb_4bit_compute_dtype=named or torch.bfloat16,
+        bnb_4bit_compute_dtype=dtype or torch.bfloat16,
     )
     return {"quantization_config": settings}
 
@@ -198,7 +186,7 @@ def with_lora(made, model):
     """
     import peft
 
-    names = list(model.lora_target_modules)
+    names = model.lora_target_modules
     settings = peft.LoraConfig(
         r=model.lora_r,
         lora_alpha=model.lora_alpha or 2 * model.lora_r,
@@ -206,23 +194,11 @@ def with_lora(made, model):
         target_modules="all-linear" if names == ["all-linear"] else names,
         task_type="CAUSAL_LM",
     )
-    try:
+    hint = "; --lora_target_modules takes names of layers with spaces between"
+    with loads("no adapters are made", ", ".join(names), hint):
         made = peft.get_peft_model(made, settings)
-    except ValueError as error:  # no layer of such a name
-        raise ValueError(
-            f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}. Give "
-            "--lora_target_modules names of layers with spaces between."
-        ) from error
     if placement.is_bf16_alone(model.placement):
         for parameter in made.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16)
     return made
-
-
-def _first(error) -> str:
-    """The first line of an error; if it ends in a colon, with the line after it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if lines[0].rstrip(".").endswith(":") and lines[1:]:
-        lines[0] += f" {lines[1].strip()}"
-    return lines[0].rstrip(".")

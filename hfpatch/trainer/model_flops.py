@@ -36,7 +36,8 @@ class Work:
         experts = next((n for name in ("num_experts", "num_local_experts", "n_routed_experts")
                         if (n := getattr(config, name, None))), 1)  # fmt: skip
         share = (getattr(config, "num_experts_per_tok", None) or 1) / experts
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        table = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         products = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
         count = lambda p: getattr(p, "ds_numel", p.numel())  # noqa: E731
         weights = sum(count(p) * (share if ".experts." in n else 1) for n, p in products)

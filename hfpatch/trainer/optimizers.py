@@ -42,10 +42,9 @@ def rounded_to_nearest(optimizer) -> str:
 @cache
 def say_compiling(optimizer: str) -> None:
     """One line on stderr before torchao's optimizer compiles, once a process."""
-    place = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    kept = f"kept in {place}" if place else "set TORCHINDUCTOR_CACHE_DIR to a folder that keeps it"
+    place = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR, if you set it")
     print(
         f"hfpatch: torchao compiles its {optimizer} in the first step: up to five minutes on a "
-        f"slow host, seconds the next time ({kept}).",
+        f"slow host, seconds the next time (kept in {place}).",
         file=sys.stderr,
     )

@@ -46,7 +46,8 @@ def pack(pieces, limit: int) -> list[list[Piece]]:
     for piece in sorted(pieces, key=lambda p: -p.length):  # stable: equal lengths keep their order
         at = bisect.bisect_left(rooms, piece.length)
         if at == len(rooms):
-            row, room = len(rows), limit
+            row = len(rows)
+            room = limit
             rows.append([])
         else:
             room = rooms[at]
@@ -64,14 +65,16 @@ def pack(pieces, limit: int) -> list[list[Piece]]:
     return rows
 
 
-def attention_share(rows, limit: int, windows=FULL) -> float:
-    """The cost of causal attention over isolated documents, as a share of its cost over whole rows.
+def attention_share(lengths, rows: int, limit: int, windows) -> float:
+    """The cost of causal attention over isolated documents of these lengths in so many rows, as a
+    share of its cost over whole rows.
 
     windows: window size in tokens (0: all) -> number of layers with it. A window of a few tokens
     costs much the same in either.
     """
-    if not rows:
-        return 1.0
-    lengths = Counter(p.length for row in rows for p in row)
-    pairs = lambda length: sum(k * attended(length, w) for w, k in windows.items())  # noqa: E731
-    return sum(n * pairs(length) for length, n in lengths.items()) / (len(rows) * pairs(limit))
+
+    def pairs(length: int) -> int:
+        return sum(layers * attended(length, window) for window, layers in windows.items())
+
+    isolated = sum(number * pairs(length) for length, number in Counter(lengths).items())
+    return isolated / (rows * pairs(limit))

@@ -38,7 +38,8 @@ def training_arguments(name: str, *, flags: dict | None = None) -> dict:
     flags: TrainingArguments that the user set. Raises ValueError if the placement cannot honour
     one.
     """
-    row, flags = PLACEMENTS[name], flags or {}
+    row = PLACEMENTS[name]
+    flags = flags or {}
     for engine in ("deepspeed", "fsdp"):
         if flags.get(engine):
             raise ValueError(

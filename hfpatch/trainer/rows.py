@@ -11,7 +11,6 @@ import json
 import lzma
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import datasets
 import pyarrow
 
 from hfpatch.trainer import chat
+from hfpatch.trainer.loading import loads
 
 # A file's suffix, before that of a compression -> the reader of `datasets`, and its options.
 READERS = {
@@ -27,7 +27,6 @@ READERS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
-READ_WHOLE = 32 << 20
 OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 READ_ERRORS = (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, lzma.LZMAError,
                pyarrow.ArrowException, datasets.exceptions.DatasetsError)  # fmt: skip
@@ -49,8 +48,10 @@ class Rows:
 
 def reader_of(file: Path) -> str | None:
     """The kind of a file by its name; None for an unknown name."""
-    suffixes = [s.lower() for s in file.suffixes if s.lower() not in OPEN]
-    return READERS.get(suffixes[-1]) if suffixes else None
+    name = file.name.lower()
+    for suffix in OPEN:
+        name = name.removesuffix(suffix)
+    return READERS.get(Path(name).suffix)
 
 
 def files_of(paths, data) -> list[Path]:
@@ -58,13 +59,12 @@ def files_of(paths, data) -> list[Path]:
     found = []
     for path in map(Path, paths):
         inside = [path] if path.is_file() else sorted(path.glob(data.data_glob or "**/*"))
-        kept = [p for p in inside if p.is_file() and not set(p.parts) & set(data.data_exclude)]
-        kept = [p for p in kept if p.stat().st_size and (reader_of(p) or p == path)]
-        unknown = next((p for p in kept if not reader_of(p)), None)
-        if unknown or not kept:
+        files = [f for f in inside if f.is_file() and f.stat().st_size and reader_of(f)]
+        kept = [f for f in files if {*f.parts}.isdisjoint(data.data_exclude)]
+        if not kept:
             raise ValueError(
-                f"hfpatch: there are no rows ({', '.join((*READERS, *OPEN))}) at "
-                f"{unknown or path}. Check the path and --data_glob."
+                f"hfpatch: there are no rows ({', '.join((*READERS, *OPEN))}) at {path}. Check the "
+                "path and --data_glob."
             )
         found += kept
     return found
@@ -76,27 +76,26 @@ def rows_of(paths, data, split: str) -> Rows:
     if len(paths) == 1 and not name.exists():
         if reader_of(name) or name.is_absolute() or len(name.parts) > 2:  # no name of the hub's
             raise ValueError(f"hfpatch: {name} is no file or folder here. Check the path.")
-        with _reads(name):
+        with loads("no file, folder or hub data set loads", str(name), "; check --data"):
             table = datasets.load_dataset(
                 str(name), data.data_config, split=split, streaming=data.streaming
             )
         return Rows(partial(_numbered, table, name), getattr(table, "_fingerprint", repr(paths)))
-    saved = [kind for kind in ("dataset_info", "dataset_dict") if (name / f"{kind}.json").is_file()]
+    saved = (name / "dataset_info.json").is_file() or (name / "dataset_dict.json").is_file()
     if len(paths) == 1 and saved:
         table = datasets.load_from_disk(str(name))
-        table = table[split] if saved == ["dataset_dict"] else table
+        table = table[split] if isinstance(table, datasets.DatasetDict) else table
         return Rows(partial(_numbered, table, name), table._fingerprint)
     files = files_of(paths, data)
     made = hashlib.blake2b(digest_size=16)
     for file in files:
         size = file.stat().st_size
         made.update(b"%b\0%d\0" % (os.fsencode(file.name), size))
-        # Of a large file that is streamed, pieces alone: reading it twice would take too long.
-        pieces = data.streaming and size > READ_WHOLE
         with file.open("rb") as opened:
-            for at in range(0, size, size // 64 if pieces else 1 << 20):
-                opened.seek(at)
-                made.update(opened.read(1 << 16 if pieces else 1 << 20))
+            while part := opened.read(1 << 20):
+                made.update(part)
+                if data.streaming:  # reading all of a large file twice would take too long
+                    opened.seek(size // 64, os.SEEK_CUR)
     return Rows(partial(_of_files, files, data), made.hexdigest())
 
 
@@ -108,10 +107,11 @@ def _numbered(table, name):
 
 def _of_files(files, data):
     for file in files:
-        kind, at = reader_of(file), 0
+        kind = reader_of(file)
+        at = ""
         try:
             if kind in ("text", "json"):
-                found = (_texts if kind == "text" else _objects)(file, data)
+                found = _texts(file, data) if kind == "text" else _objects(file)
             else:
                 sep = {"sep": "\t"} if ".tsv" in file.suffixes else {}
                 table = datasets.load_dataset(
@@ -139,16 +139,17 @@ def _texts(file: Path, data):
         if data.text_unit == "file":
             yield str(file), {data.text_field: stream.read()}
             return
-        begin, held = 0, []
+        held: list[str] = []
         for number, line in enumerate(itertools.chain(stream, [""]), 1):
-            held += [line] if line.strip() else []
-            begin = begin or (number if held else 0)
+            if line.strip():
+                held.append(line)
             if held and (data.text_unit == "line" or not line.strip()):
+                begin = number - len(held) + (data.text_unit == "line")
                 yield f"{file}:{begin}", {data.text_field: "".join(held).rstrip("\r\n")}
-                begin, held = 0, []
+                held = []
 
 
-def _objects(file: Path, data):
+def _objects(file: Path):
     """Rows of JSON lines, or of one list; a broken line is a BadRow."""
     with _opened(file) as stream:
         if stream.read(1) == "[":
@@ -166,16 +167,3 @@ def _objects(file: Path, data):
 
 def _object(row):
     return row if isinstance(row, dict) else chat.BadRow(f"a JSON {type(row).__name__}, no object")
-
-
-@contextmanager
-def _reads(what):
-    """Turns an error of reading into one sentence."""
-    try:
-        yield
-    except READ_ERRORS as error:
-        cause = " ".join(str(error.__cause__ or error).split())[:200]
-        raise ValueError(
-            f"hfpatch: {str(what)!r} is no file or folder here and does not load as a hub data set "
-            f"({cause}). Check --data."
-        ) from error

@@ -1,5 +1,6 @@
 """Run files: YAML with the names of `hfpatch train`, which `plan` and `profile` read too."""
 
+import json
 import re
 from importlib.util import find_spec
 from itertools import chain
@@ -10,16 +11,6 @@ from hfpatch.planner.placements import placement_of_engine
 
 READY = Path(__file__).resolve().parents[1] / "examples"  # files that come with the package
 MACHINE = ("gpu", "gpus", "host_ram")  # keys for the plan alone
-# Key of a file -> the flag of plan and profile.
-FLAGS = {
-    "model": "--model", "seq_len": "--seq-len", "seq_length": "--seq-len",
-    "max_length": "--seq-len", "per_device_train_batch_size": "--batch", "sp_size": "--sp-size",
-    "gradient_accumulation_steps": "--gradient-accumulation-steps",
-    "placement": "--placement", "engine": "--placement",
-    "checkpointing": "--checkpointing", "fp8": "--fp8", "lora_r": "--lora-r",
-    "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",
-    "gpu": "--gpu", "gpus": "--gpus", "host_ram": "--host-ram",
-}  # fmt: skip
 EXTENDS = ("rope_scaling", "max_position_embeddings")  # keys that extend the model's positions
 EXTENDED = "--extended"  # plan's flag for them
 BITS = {"load_in_4bit": "4bit", "load_in_8bit": "8bit"}
@@ -31,6 +22,17 @@ SPELLINGS = {
     "pad_multiple": ["pad_to_multiple_of"],
     "placement": ["engine"],
 }
+# Key of a file, and another spelling on the command line -> the flag of plan and profile.
+FLAGS = {
+    "model": "--model", "seq_len": "--seq-len", "placement": "--placement",
+    "per_device_train_batch_size": "--batch", "sp_size": "--sp-size",
+    "gradient_accumulation_steps": "--gradient-accumulation-steps",
+    "checkpointing": "--checkpointing", "fp8": "--fp8", "lora_r": "--lora-r",
+    "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",
+    "gpu": "--gpu", "gpus": "--gpus", "host_ram": "--host-ram",
+    **dict.fromkeys(SPELLINGS["seq_len"], "--seq-len"),
+    **dict.fromkeys(SPELLINGS["placement"], "--placement"),
+}  # fmt: skip
 
 # What every run names.
 NEEDED = {
@@ -46,13 +48,17 @@ def is_one(word: str) -> bool:
 def find(name: str) -> Path:
     """The file of that name: a path, else one that comes with the package. Raises ValueError."""
     path = Path(name).expanduser()
-    ready = {p.name: p for p in sorted(READY.glob("*.yaml"))}
-    if is_one(name) and path.name == name and not path.exists() and name not in ready:
+    if path.exists():
+        return path
+    ready = sorted(file.name for file in READY.glob("*.yaml"))
+    if name in ready:
+        return READY / name
+    if is_one(name) and path.name == name:
         raise ValueError(
             f"hfpatch: there is no run file {name}.{did_you_mean(name, ready)} Ready: "
             f"{', '.join(ready)}."
         )
-    return path if path.exists() else ready.get(name, path)
+    return path
 
 
 def _loader():
@@ -77,33 +83,33 @@ def keys() -> set[str]:
     return found
 
 
-def read(path: Path) -> tuple[dict, dict]:
-    """The file's values, as they are written and as YAML takes them. ValueError for a file that
-    holds none, and for an unknown key."""
+def read(path: Path) -> dict[str, tuple]:
+    """Each key's value, as it is written and as YAML takes it. ValueError for a file that holds
+    none, and for an unknown key."""
     import yaml
 
     try:
         text = path.read_text(encoding="utf-8-sig")
-        written, typed = yaml.load(text, yaml.BaseLoader), yaml.load(text, _loader())
-    except OSError as error:
-        raise ValueError(
-            f"hfpatch: the file {path} cannot be read ({error.strerror}). Check the path."
-        ) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        written = yaml.load(text, yaml.BaseLoader)
+        typed = yaml.load(text, _loader())
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"hfpatch: {path} must be YAML or JSON: {reason}. Correct the file."
+            f"hfpatch: {path} must be YAML or JSON, got {reason}. Check the path or the file."
         ) from error
     if not isinstance(written, dict):
         raise ValueError(f"hfpatch: {path} must hold keys and values. Correct the file.")
     known = keys()
-    for key in written:
-        if key.replace("-", "_") not in known:
+    found = {}
+    for key, value in written.items():
+        name = key.replace("-", "_")
+        if name not in known:
             raise ValueError(
                 f"hfpatch: {path} has an unknown key {key!r}."
                 f"{did_you_mean(key, sorted(known)) or ' See hfpatch train --help.'}"
             )
-    return written, typed
+        found[name] = (value, typed[key])
+    return found
 
 
 def words(name: str, known) -> list[str]:
@@ -116,17 +122,51 @@ def words(name: str, known) -> list[str]:
     Raises:
         ValueError: the file cannot be read, or a key is unknown.
     """
-    values, _ = read(find(name))
     found = []
-    for key, value in values.items():
-        key = key.replace("-", "_")
+    for key, (value, _) in read(find(name)).items():
+        flag = FLAGS.get(key)
         if key in EXTENDS and EXTENDED in known:
             found.append(EXTENDED)
-        if FLAGS.get(key) not in known or key in BITS and value.lower() not in ("true", "yes"):
+        if flag not in known:
             continue
-        if FLAGS[key] == "--placement":
-            value = placement_of_engine(value)
-        given = value if isinstance(value, list) else [BITS.get(key, value)]
-        joined = [",".join(given)] if key == "lora_target_modules" else given
-        found += [word for one in joined for word in (FLAGS[key], one)]
+        given = value if isinstance(value, list) else [value]
+        if key in BITS:
+            given = [BITS[key]] if value.lower() in ("true", "yes") else []
+        elif flag == "--placement":
+            given = [placement_of_engine(value)]
+        elif flag == "--lora-target":
+            given = [",".join(given)]
+        for word in given:
+            found += [flag, word]
     return found
+
+
+def flags(name: str, actions: dict) -> list[str]:
+    """The file as words of `hfpatch train`. Each value, as it is written there, becomes a word, so
+    choices, types and ranges are the flags' own.
+
+    Args:
+        name: path of the file.
+        actions: name of a flag, in each spelling -> argparse's action.
+
+    Raises:
+        ValueError: the file cannot be read, or a key is unknown.
+    """
+    words: list[str] = []
+    for key, (value, meant) in read(find(name)).items():
+        if key in MACHINE:
+            continue
+        action = actions[key]
+        if meant in (None, ""):
+            raise ValueError(f"hfpatch: {name}: {key!r} has no value. Write one.")
+        if isinstance(value, list):
+            words += [f"--{key}", *map(str, value)] if value else []
+            continue
+        if isinstance(value, dict):
+            value = json.dumps(meant)
+        # YAML's own words, such as yes and off.
+        choices = action.choices or str(action.metavar).split("|")
+        if isinstance(meant, bool) and value not in choices:
+            value = str(meant).lower()
+        words.append(f"--{key}={value}")
+    return words

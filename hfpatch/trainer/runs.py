@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from huggingface_hub import save_torch_state_dict
-
 RUN_FILE = "run.json"  # what a resume must match
 STATE_FILE = "trainer_state.json"
 _MODEL = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
@@ -23,11 +21,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def begin(folder: str, resume) -> str | None:
     """The checkpoint to go on from, None for none. Raises ValueError."""
-    path, word = Path(folder), str(resume or "false").lower()
-    if path.exists() and not path.is_dir():
-        raise ValueError(
-            f"hfpatch: --output_dir must be a folder, and {folder} is a file. Name another."
-        )
+    path = Path(folder)
+    word = str(resume or "false").lower()
     found = checkpoints(path)
     if word == "false":
         held = [*found, *path.glob("*.safetensors")]
@@ -73,33 +68,3 @@ def expect_same(checkpoint: str, now: dict) -> None:
             f"hfpatch: {checkpoint} does not match this run: {'; '.join(said)}. Use the same flags "
             "and data, or start a new run with --model set to the checkpoint."
         )
-
-
-class RunCheckpoints:
-    """A mixin of Trainer: writes `record` into each checkpoint."""
-
-    record: dict = {}
-
-    def _save_checkpoint(self, model, trial, *args, **kwargs):
-        super()._save_checkpoint(model, trial, *args, **kwargs)
-        if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            (folder / RUN_FILE).write_text(json.dumps(self.record))
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        """As Trainer's, which saves nothing where FSDP's state_dict_type is sharded. Checkpoints
-        then hold shards. The model of the run is whole."""
-        super().save_model(output_dir, _internal_call)
-        kind = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.state_dict_type
-        if not _internal_call and "SHARDED" in str(kind):
-            self._save(output_dir, self.accelerator.get_state_dict(self.model))
-
-    def _save(self, output_dir=None, state_dict=None):
-        """As Trainer's. If a config or the tokenizer cannot be written, the weights still are."""
-        try:
-            super()._save(output_dir, state_dict)
-        except Exception:
-            weights = self.model.state_dict() if state_dict is None else state_dict
-            if self.args.should_save and weights:  # save_pretrained empties what it has written
-                save_torch_state_dict(weights, output_dir or self.args.output_dir)
-            raise

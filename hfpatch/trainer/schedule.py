@@ -30,8 +30,19 @@ def check(args, steps: int, say) -> None:
     """
     warmup = args.get_warmup_steps(steps)
     name = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], args.learning_rate)
     try:
-        rates = _rates(args, steps, warmup)
+        schedule = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+        # One that goes by the loss has no function of the step.
+        (factor,) = getattr(schedule, "lr_lambdas", [lambda step: 1.0])
+        at = [*range(0, steps, max(1, steps // READ)), steps - 1, steps]
+        rates = [args.learning_rate * factor(step) for step in at]
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"hfpatch: --lr_scheduler_type {name} and --lr_scheduler_kwargs must give a rate for "
@@ -44,30 +55,15 @@ def check(args, steps: int, say) -> None:
             f"{(wrong or rates)[0]:g} from --lr_scheduler_type {name} in {steps} steps. Change "
             "--warmup_steps or --lr_scheduler_kwargs."
         )
-    settings, left = args.lr_scheduler_kwargs or {}, steps
-    parts = {"warm-up": warmup}
-    parts["stable part"] = settings.get("num_stable_steps") or 0
-    parts["decay"] = settings.get("num_decay_steps") or 0
+    settings = args.lr_scheduler_kwargs or {}
+    left = steps
+    parts = {
+        "warm-up": warmup,
+        "stable part": settings.get("num_stable_steps") or 0,
+        "decay": settings.get("num_decay_steps") or 0,
+    }
     for name, length in parts.items():
         if length > left:
             say(f"hfpatch: the {name} of {length} steps is longer than the {left} the run has.")
             return
         left -= length
-
-
-def _rates(args, steps: int, warmup: int) -> list[float]:
-    """The rates at some steps, the last of them the one after the run."""
-    rate = args.learning_rate
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], rate)
-    schedule = get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
-    factors = getattr(schedule, "lr_lambdas", None)
-    if factors is None:  # it goes by the loss
-        return [rate, rate]
-    at = [*range(0, steps, max(1, steps // READ)), steps - 1, steps]
-    return [rate * factors[0](step) for step in at]

@@ -1,6 +1,6 @@
 """Ranks that share each row (`--sp_size`): engine settings, and parts of rows."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import accelerate
 
@@ -11,15 +11,15 @@ from hfpatch.layer.condition import look
 from hfpatch.layer.layer import PatchedLayer, why_not_shared
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.trainer.compat import deals_for_any_attention, skips_by_itself, unless_shared
+from hfpatch.trainer.configs import EngineConfig
 from hfpatch.trainer.shared_rows import of_all_ranks, part_of, shares_rows
 
 
-def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
+def parallelism(config: EngineConfig | None, *, size: int, attention: str):
     """The parallelism_config: Ulysses under DeepSpeed, context parallelism under FSDP2.
 
     Args:
-        engine: "deepspeed", "fsdp" or None.
-        values: the engine's config.
+        config: the engine's.
         size: ranks that share a row.
         attention: transformers' name of the attention.
 
@@ -27,7 +27,7 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
         ValueError: the engine or the number of processes cannot share rows.
     """
     world = environment_number("WORLD_SIZE", 1, 1)
-    if engine is None:
+    if config is None:
         raise ValueError(
             "hfpatch: --sp_size needs an engine that shards the model. Add --placement zero3 or fsdp2."
         )
@@ -35,11 +35,11 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
         raise ValueError(
             f"hfpatch: --sp_size must divide the {world} processes, got {size}. Change one."
         )
-    if engine == "fsdp":
-        if values.get("version", 1) != 2:
+    if config.engine == "fsdp":
+        if config.values.get("version") != 2:
             raise ValueError("hfpatch: --sp_size needs FSDP2, got FSDP1. Use --placement fsdp2.")
         return accelerate.ParallelismConfig(cp_size=size, dp_shard_size=world // size)
-    summed_gradients(values, size)
+    summed_gradients(config.values, size)
     if not hasattr(accelerate.utils, "DeepSpeedSequenceParallelConfig"):
         raise ValueError(
             "hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, got "
@@ -63,7 +63,9 @@ class SharedRows:
     """
 
     def __init__(self, loader, sequence: Sequence, skip: int = 0):
-        self.loader, self.sequence, self.skip = loader, sequence, skip
+        self.loader = loader
+        self.sequence = sequence
+        self.skip = skip
         skips_by_itself(SharedRows)
 
     def __getattr__(self, name):
@@ -115,10 +117,9 @@ def _heads_told(config):
     them.
     """
     heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return nullcontext()
-    sizes = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads}
-    return for_now(config, **{n: v for n, v in sizes.items() if getattr(config, n, None) is None})
+    sizes = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads} if heads else {}
+    missing = {n: size for n, size in sizes.items() if getattr(config, n, None) is None}
+    return for_now(config, **missing)
 
 
 def shares_exactly(model) -> bool:
@@ -137,7 +138,8 @@ def share_rows(trainer) -> None:
     accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: in_order(
         loader, sequence_under(accelerator)
     )
-    config, prepare = accelerator.parallelism_config, accelerator.prepare
+    config = accelerator.parallelism_config
+    prepare = accelerator.prepare
     if config is None or not (config.sp_enabled or config.cp_enabled):
         return
     deals_for_any_attention(trainer, shares_exactly)

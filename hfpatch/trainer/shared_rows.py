@@ -3,6 +3,7 @@
 B batch, T tokens of whole rows.
 """
 
+import accelerate
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,33 +22,33 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
     Rows are padded to a multiple of the ranks, and to the shortest part that mixers accept. Labels
     are shifted first, because the next token may be on another rank.
     """
-    batch, (B, T) = dict(batch), batch["input_ids"].shape
-    given = batch.get("position_ids")
-    batch["position_ids"] = (torch.arange(T) if given is None else given).expand(B, -1)
-    batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORE)[
-        :, 1:
-    ]
-    behind = {"shift_labels": IGNORE, "attention_mask": 0}
-    more = -T % (sequence.size * (2 if sequence.zigzag else 1))
-    more = max(more, sequence.size * SHORTEST_PART - T)
+    B, T = batch["input_ids"].shape
+    batch = dict(batch)
+    labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORE)
+    batch["shift_labels"] = labels[:, 1:]
+    batch["position_ids"] = batch.get("position_ids", torch.arange(T)).expand(B, -1)
+    chunks = 2 * sequence.size if sequence.zigzag else sequence.size
+    more = max(-T % chunks, sequence.size * SHORTEST_PART - T)
+    for name, x in batch.items():
+        if isinstance(x, Tensor) and x.shape[:2] == (B, T):
+            whole = torch.cat([x, _behind(name, x, more)], 1) if more else x
+            batch[name] = sequence.dealt(whole)[sequence.rank].contiguous()
+    return batch
 
-    def mine(name: str, x):
-        if not isinstance(x, Tensor) or x.shape[:2] != (B, T):
-            return x
-        if more:  # padding behind all tokens, masked and without labels
-            last = x[:, -1:].repeat_interleave(more, 1)
-            if name == "position_ids":
-                last = last + torch.arange(1, more + 1, device=x.device)
-            x = torch.cat([x, torch.full_like(last, behind[name]) if name in behind else last], 1)
-        return sequence.dealt(x)[sequence.rank].contiguous()
 
-    return {name: mine(name, x) for name, x in batch.items()}
+def _behind(name: str, x: Tensor, tokens: int) -> Tensor:
+    """Padding behind all tokens, masked and without labels."""
+    last = x[:, -1:].repeat_interleave(tokens, 1)
+    if name == "position_ids":
+        return last + torch.arange(1, tokens + 1, device=x.device)
+    fill = {"shift_labels": IGNORE, "attention_mask": 0}
+    return torch.full_like(last, fill[name]) if name in fill else last
 
 
 def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
     """The batches of a group's ranks, in rank order."""
     found = [None] * sequence.size
-    own = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in batch.items()}
+    own = accelerate.utils.send_to_device(batch, "cpu")
     dist.all_gather_object(found, own, group=of_hosts(sequence.group))
     return found
 
@@ -60,7 +61,8 @@ def shares_rows(model) -> bool:
 
 
 def _runs_on_a_part(stack: PatchedStack) -> bool:
-    traits, config = stack._hfpatch.traits, stack.config
-    timed = traits.timed and stack._hfpatch.runtime is not None
-    ours = traits.ours and (timed or not traits.mixers) and standard(config)
-    return bool(ours and getattr(config, "is_causal", True))
+    traits = stack._hfpatch.traits
+    if traits.mixers and (not traits.timed or stack._hfpatch.runtime is None):
+        return False
+    causal = getattr(stack.config, "is_causal", True)
+    return bool(traits.ours and standard(stack.config) and causal)

@@ -1,32 +1,39 @@
 """The Trainer of `hfpatch train`: exact evaluation, and a stop at NaN."""
 
+import json
 import math
+from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
 from hfpatch.trainer.arguments import refusals
 from hfpatch.trainer.dataset import IGNORE
-from hfpatch.trainer.finite import FiniteTrainer
-from hfpatch.trainer.runs import RunCheckpoints
+from hfpatch.trainer.runs import RUN_FILE
 from hfpatch.trainer.sequence import sequence_under, share_rows
+from hfpatch.trainer.stop import StopAtNaN
 
 
-class Trainer(RunCheckpoints, FiniteTrainer):
+class Trainer(StockTrainer):
     """transformers' Trainer; args is a TrainArguments.
 
     The evaluation loss is the mean over tokens (stock: over batches), with perplexity and, for
-    plain text, nats per byte.
+    plain text, nats per byte. It stops after args.nan_steps steps in a row without a finite loss.
 
     bytes_per_token: of plain text, 0.0 for other data. record: what a resume must match, written
     into each checkpoint.
     """
 
     def __init__(self, *args, bytes_per_token: float = 0.0, record: dict | None = None, **kwargs):
-        self.bytes_per_token, self.record = bytes_per_token, record or {}
+        self.bytes_per_token = bytes_per_token
+        self.record = record or {}
         self._eval_sum = None
-        with refusals():
+        with refusals((ImportError, ValueError)):  # apply runs inside: another error is a bug
             super().__init__(*args, **kwargs)
+        self._losses = StopAtNaN(self.args.nan_steps)
+        self.add_callback(self._losses)
         self.add_callback(_OwnSteps)
 
     def create_optimizer(self, *args, **kwargs):
@@ -37,10 +44,39 @@ class Trainer(RunCheckpoints, FiniteTrainer):
         with refusals((KeyError,)):
             return super()._determine_best_metric(*args, **kwargs)
 
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self._losses.note(loss.detach())
+        return loss
+
+    def _save_checkpoint(self, *args, **kwargs):
+        super()._save_checkpoint(*args, **kwargs)
+        if self.args.should_save:
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            (folder / RUN_FILE).write_text(json.dumps(self.record))
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """As Trainer's, which saves nothing where FSDP's state_dict_type is sharded. Checkpoints
+        then hold shards. The model of the run is whole."""
+        super().save_model(output_dir, _internal_call)
+        kind = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.state_dict_type
+        if not _internal_call and "SHARDED" in str(kind):
+            self._save(output_dir, self.accelerator.get_state_dict(self.model))
+
+    def _save(self, output_dir=None, state_dict=None):
+        """As Trainer's. If a config or the tokenizer cannot be written, the weights still are."""
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception:
+            weights = self.model.state_dict() if state_dict is None else state_dict
+            if self.args.should_save and weights:  # save_pretrained empties what it has written
+                save_torch_state_dict(weights, output_dir or self.args.output_dir)
+            raise
+
     def get_batch_samples(self, *args, **kwargs):
         """Counts the labels of rows whose tokens several ranks share."""
         samples, count = super().get_batch_samples(*args, **kwargs)
-        if samples and self._sequence() is not None:
+        if samples and sequence_under(self.accelerator) is not None:
             labelled = sum((batch["shift_labels"] != IGNORE).sum() for batch in samples)
             count = self.accelerator.gather(labelled.to(self.args.device)).sum()
         return samples, count
@@ -53,7 +89,8 @@ class Trainer(RunCheckpoints, FiniteTrainer):
         """
         if self._eval_sum is not None and self._parts() == 1:
             num_items_in_batch = None
-        if num_items_in_batch is None or not self.model.training or self._sequence() is None:
+        whole = num_items_in_batch is None or sequence_under(self.accelerator) is None
+        if whole or not self.model.training:
             return super().compute_loss(
                 model,
                 inputs,
@@ -65,33 +102,26 @@ class Trainer(RunCheckpoints, FiniteTrainer):
         outputs = model(**inputs, labels=inputs["shift_labels"], num_items_in_batch=items)
         # ZeRO takes the mean of the ranks' gradients, Trainer that of their losses, which it
         # divides by the micro-batches.
-        times = self.args.world_size * self.current_gradient_accumulation_steps
-        loss = outputs.loss * times
+        loss = outputs.loss * self.args.world_size * self.current_gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         share_rows(self)
 
-    def _sequence(self):
-        return sequence_under(self.accelerator)
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         inputs = self._without_repeats(inputs)
-        labelled = "labels" in inputs and self._eval_sum is not None
-        count = (
-            (inputs["labels"][..., 1:] != -100).sum().to(self._eval_sum.device)
-            if labelled
-            else None
-        )
+        if "labels" not in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        count = (inputs["labels"][..., 1:] != IGNORE).sum().to(self._eval_sum.device)
+        weight = count.to(self._eval_sum)
         ranks = self._parts()
-        share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
+        if ranks > 1:
+            weight = self.accelerator.gather(count).sum().to(weight) / ranks / self.args.world_size
         result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if labelled and result[0] is not None:
-            # Stock gives nan without labels.
-            loss = torch.where(count > 0, result[0], 0.0).to(self._eval_sum)
-            total = loss * count if share is None else loss * share.to(loss) / self.args.world_size
-            self._eval_sum += torch.stack([total, count.to(self._eval_sum) / ranks])
+        # Stock gives nan without labels.
+        loss = torch.where(count > 0, result[0], 0.0).to(self._eval_sum)
+        self._eval_sum += torch.stack([loss * weight, count.to(self._eval_sum) / ranks])
         return result
 
     def _parts(self) -> int:

@@ -21,7 +21,8 @@ def loaded(module) -> None:
 
 def _patch_trainer(cls) -> None:
     """Each later Trainer gets `hfpatch.Callback(apply=...)`, and refuses to train a plain model."""
-    init, train = cls.__init__, cls.train
+    init = cls.__init__
+    train = cls.train
 
     @functools.wraps(init)
     def patched_init(self, *args, **kwargs):
@@ -36,15 +37,17 @@ def _patch_trainer(cls) -> None:
     @functools.wraps(train)
     def patched_train(self, *args, **kwargs):
         if not _is_patched(self.model):
-            callbacks = getattr(getattr(self, "callback_handler", None), "callbacks", ())
-            refused = [getattr(c, "_hfpatch_refused", None) for c in callbacks]
+            # A subclass may leave out Trainer's __init__.
+            for callback in getattr(getattr(self, "callback_handler", None), "callbacks", ()):
+                if hasattr(callback, "_hfpatch_refused"):
+                    raise callback._hfpatch_refused
             where = f"{type(self).__name__}.train()"
-            plain = _plain(self.model, where, "make the Trainer with it")
-            raise next(filter(None, refused), plain)
+            raise _plain(self.model, where, "make the Trainer with it")
         marks.mark_trained()
         return train(self, *args, **kwargs)
 
-    cls.__init__, cls.train = patched_init, patched_train
+    cls.__init__ = patched_init
+    cls.train = patched_train
 
 
 def _patch_accelerator(cls) -> None:
@@ -53,13 +56,12 @@ def _patch_accelerator(cls) -> None:
 
     @functools.wraps(prepare)
     def patched_prepare(self, *args, **kwargs):
-        models = [model for model in args if hasattr(model, "named_parameters")]
         if any(map(_is_optimizer, args)):
-            for model in models:
-                if _is_plain_decoder(model):
+            for model in args:
+                if _is_patched(model):
+                    marks.mark_trained()
+                elif _is_plain_decoder(model):
                     raise _plain(model, "Accelerator.prepare()", "prepare it")
-            if any(map(_is_patched, models)):
-                marks.mark_trained()
         return prepare(self, *args, **kwargs)
 
     cls.prepare = patched_prepare
@@ -72,7 +74,7 @@ def _with_ours(callbacks, model) -> list:
     callbacks = list(callbacks or [])
     patches = any(isinstance(c, Callback) and c.apply for c in callbacks)
     if not patches and not _is_patched(model):
-        ours = Callback(apply=_options())
+        ours = Callback(apply=marks.settings().get("options", {}))
         ours.on_init_end = functools.partial(_patch, ours, ours.on_init_end)
         callbacks.append(ours)
     return callbacks
@@ -88,10 +90,6 @@ def _patch(ours, on_init_end, *args, **kwargs) -> None:
         ours._hfpatch_refused = error
 
 
-def _options() -> dict:
-    return dict(marks.settings().get("options", {}))
-
-
 def _is_patched(model) -> bool:
     from hfpatch.context.classes import is_patched
 
@@ -101,8 +99,10 @@ def _is_patched(model) -> bool:
 def _is_plain_decoder(model) -> bool:
     from hfpatch.decoder.find import find_decoder
 
+    if not hasattr(model, "named_parameters"):
+        return False
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    return trained and not _is_patched(model) and find_decoder(model) is not None
+    return trained and find_decoder(model) is not None
 
 
 def _is_optimizer(found) -> bool:

@@ -17,7 +17,7 @@ from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GPUS, MATMUL_SHARE, Gpu
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.shallow import STOCK, STOCK_CHECKPOINTING, UNTILED
-from hfpatch.lab.steps import Cost, Steps
+from hfpatch.lab.steps import FREE, Cost, Steps
 from hfpatch.planner.answer import make_run, seconds_of
 from hfpatch.planner.placements import resident
 
@@ -133,13 +133,19 @@ def _cost(row: Row, way: str, tokens: int | None = None) -> Cost:
     return _steps(row, way).cost(tokens or row.tokens, way)
 
 
+def _seconds(steps: Steps, tokens: int, word: str, layers: int) -> dict:
+    """Seconds by part of a step of a few layers that run untiled."""
+    numbers = steps._ran(tokens, None, FREE, word, layers, 0).numbers
+    return {key[1]: value for key, value in numbers.items() if key[0] == "seconds"}
+
+
 @cache
 def _parts(row: Row, way: str, routes: int = 0) -> tuple[Counter, Counter]:
     """Seconds of a step by part: in all layers, and beside them. Ranks that share a row have their
     part of its tokens, and of its attention."""
     steps, tokens = _steps(row, way, routes), row.tokens // row.ranks
     n, period = steps.model.depths()
-    few, more = (steps.ran(tokens, way, depth) for depth in (n, n + period))
+    few, more = (_seconds(steps, tokens, way, depth) for depth in (n, n + period))
     layer = {k: (more[k] - few[k]) / period for k in more}
     layers = Counter({k: steps.model.layers * v for k, v in layer.items()})
     beside = Counter({k: few[k] - n * v for k, v in layer.items()})
@@ -152,7 +158,8 @@ def _exchanged(row: Row, shape) -> float:
     """Seconds in which ranks that share a row send each other heads, in a step whose attention runs
     twice forward."""
     config, ranks = row.config, row.ranks
-    heads, keys, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    heads, keys = shape.num_heads, shape.num_kv_heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
     own = max(1, keys // ranks) * ranks * 2 * width
     q = heads * width
     sent = 2 * (2 * q + own) + (3 * q + own) + (q + own)

@@ -4,12 +4,13 @@ import time
 
 import common
 import torch
+import transformers
 from common import timed
 from nf4 import quantise
 from speed import become, timed_steps
 
 from hfpatch.lab.device import clean
-from hfpatch.lab.made import made, made_of
+from hfpatch.lab.made import made, model_of
 from hfpatch.ops.experts import CLAMPED, Layout, experts_ref
 from hfpatch.ops.experts import experts as fused_experts
 
@@ -130,7 +131,8 @@ def hybrid(rows, part: str) -> None:
         values |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
     def make(tokens):
-        return made_of(values, rows.args.device, torch.bfloat16)
+        config = transformers.AutoConfig.for_model(**values, use_cache=False)
+        return model_of(config, rows.args.device, torch.bfloat16)
 
     _steps(rows, part, make, (8192, 32768), 3, {"what": "Qwen3.5, 8 layers"})
 

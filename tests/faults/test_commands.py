@@ -104,7 +104,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{profile} --checkpointing": "--checkpointing must have one value",
         f"{profile} --checkpointing tile=0": 'tile must be "auto" or a positive number of tokens, got 0',
         f"{profile} --checkpointing tiles=4": "aim, got tiles. Did you mean tile?",
-        f"{profile} --checkpointing tile=": "must be FIELD=VALUE, got 'tile='",
+        f"{profile} --checkpointing tile=": "tile must be \"auto\" or a positive number of tokens, got ''",
         f"{profile} --seq-len 1": "seq_len must be a whole number of at least 2, got 1",
         "plan --model @/cut.json": "must be JSON",
         "plan --model @/bytes.json": "must be JSON",
@@ -122,7 +122,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "check nobody/nothing": "its config.json could not be fetched",
         "profile --model llama-tiny --seq-len 64 --steps 0": "--steps must be 1 or more",
         "profile --model llama-tiny --seq-len 64 --warmup -1": "--warmup must be 0 or more",
-        f"{plan} --checkpointing gpu --checkpointing host": "names offload twice, got 'gpu' and 'host'",
     }.items():
         assert words in said(main(line.replace("@", str(tmp_path)).split()), (2,)), line
     assert not (tmp_path / "profile").exists()
@@ -150,7 +149,7 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"max_steps": 0}, "--max_steps must be 1 or more"),
         ({"seq_len": "8x"}, "a length must be tokens such as 8192, 128k or 1M, got '8x'"),
         ({"seq_len": "128k"}, "--seq-len must be at most the model's"),
-        ({"output_dir": tmp_path / "file" / "run"}, "a file is where a folder must be"),
+        ({"output_dir": tmp_path / "file" / "run"}, "file, which is no folder"),
         ({"output_dir": "/proc/nothing/run"}, "there is no such file or folder"),
         ({"cache_dir": tmp_path / "file"}, "a file is where a folder must be"),
         (

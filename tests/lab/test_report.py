@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from hfpatch.lab.profile import run as writer
 from hfpatch.lab.profile.picture import draw
 from hfpatch.lab.profile.report import markdown, module_table
-from hfpatch.lab.profile.timeline import SLICES, Allocation, Run, measure
-from tests.lab.test_timeline import MIB, a_run
+from hfpatch.lab.profile.timeline import SLICES, Run, measure
+from hfpatch.lab.simulate.ledger import Block
+from tests.lab.test_timeline import MIB, a_run, ledger_of
 
 
 @pytest.fixture
@@ -92,10 +93,11 @@ def test_the_picture_shows_the_peak_that_the_report_names(runs):
 
 
 def test_a_picture_keeps_a_peak_that_is_shorter_than_a_pixel():
-    run = a_run()
-    short = [Allocation(MIB, at / 9000, (at + 1) / 9000, "other") for at in range(9000)]
-    peak = Allocation(40 * MIB, 0.5, 0.50001, "loss")
-    measure(run, [*short, peak])
+    run = Run("hf", 128, phases=[["forward", 0, 18002]])
+    births = [2 * i + 2 * (i >= 4500) for i in range(9000)]
+    blocks = [Block(MIB, at, "", "", "", category="other", died=at + 1) for at in births]
+    blocks.append(Block(40 * MIB, 9000, "", "", "", category="loss", died=9001))
+    measure(run, ledger_of(blocks))
     assert len(run.curve) <= 2 * SLICES + 2
     assert max(sum(level) for _, level in run.curve) == run.peak_bytes
 

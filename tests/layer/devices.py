@@ -41,9 +41,6 @@ class Told(Gauge):
     def clock(self):
         return None
 
-    def name(self):
-        return "NVIDIA H100 80GB HBM3"
-
 
 class OfLedger(Told):
     """A device of `size` bytes on which everything lies that a simulated run has made."""

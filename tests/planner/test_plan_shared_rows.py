@@ -94,7 +94,7 @@ def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
         model, tokens = prepare(build(DELTA), "hfpatch"), 8192 // ranks
         sizes = {"rows": tokens, "width": DELTA["hidden_size"]}
         policy = first_policy(Checkpointing(aim="least"), **sizes, chains=True)
-        return simulate(model, 1, tokens, policy=policy, ranks=ranks).to_dict()
+        return vars(simulate(model, 1, tokens, policy=policy, ranks=ranks))
 
     def asked(*words):
         arguments = [*words, "--model", str(tmp_path), "--seq-len", "8192", "--json"]

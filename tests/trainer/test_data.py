@@ -164,7 +164,9 @@ def test_the_hub(load, tokenizer, monkeypatch):
         made, told = load(data=["someone/texts"], streaming=streaming, allow_malformed=True)
         assert documents(made.train, tokenizer) == ["a = 1"]
         assert any("left out: a row needs a column 'text'" in line for line in told), told
-    with pytest.raises(ValueError, match="^hfpatch: 'nobody/nothing' is no file .*doesn't exist"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: no file, .* from 'nobody/nothing': .*doesn't exist"
+    ):
         load(data=["nobody/nothing"])
 
 

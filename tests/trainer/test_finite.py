@@ -8,7 +8,7 @@ from transformers import TrainerControl, TrainerState
 from workbench import history
 
 from hfpatch.trainer.arguments import TrainArguments
-from hfpatch.trainer.finite import StopAtNaN
+from hfpatch.trainer.stop import StopAtNaN
 
 BLOWN = {"learning_rate": 1e38, "max_steps": 8, "lr_scheduler_type": "constant", "warmup_steps": 0}
 

@@ -38,7 +38,8 @@ def test_an_accelerate_without_ulysses_is_refused_by_a_sentence(monkeypatch):
         ValueError,
         match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, got .* pip",
     ):
-        parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
+        config = SimpleNamespace(engine="deepspeed", values={"zero_optimization": {"stage": 3}})
+        parallelism(config, size=2, attention="sdpa")
 
 
 @ULYSSES
@@ -66,7 +67,8 @@ def test_rows_are_padded_to_go_evenly_over_the_ranks(engine, values, multiple, m
 def test_what_cannot_share_rows_is_refused(engine, values, size, said, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
-        parallelism(engine, values, size=size, attention="sdpa")
+        config = SimpleNamespace(engine=engine, values=values) if engine else None
+        parallelism(config, size=size, attention="sdpa")
 
 
 def test_smoothed_labels_are_refused():

@@ -32,20 +32,21 @@ def sentences(runs: list[Run]) -> list[str]:
     first = f"{label}{run.impl} peaks at {size(run.peak_bytes)} with {run.seq_len:,} tokens"
     others = [r for r in runs if r.seq_len == run.seq_len and r is not run and r.peak_bytes]
     if others:
-        first += f" ({', '.join(_beside(other, run) for other in others)})"
+        beside = ", ".join(_beside(other, run) for other in others)
+        first += f" ({beside})"
     if run.error:
         first += f"; it did not finish: {run.error}"
-    second = f"The peak comes in the {run.peak_phase or 'step'}, in parameters, gradients and "
-    second += "optimizer states alone"
+    second = f"The peak comes in the {run.peak_phase or 'step'}"
     module, phase, count = holder(run)
-    if module:
-        lasting = sum(run.peak_split[c] for c in LASTING)
-        second = (
-            f"The peak comes in the {run.peak_phase or 'step'}: `{module}` holds {size(count)} of "
-            f"it, born in the {phase}, and parameters, gradients and optimizer states hold "
-            f"{size(lasting)}"
-        )
-    return [first + ".", second + "."]
+    if not module:
+        alone = f"{second}, in parameters, gradients and optimizer states alone."
+        return [first + ".", alone]
+    second += f": `{module}` holds {size(count)} of it, born in the {phase}"
+    lasting = size(sum(run.peak_split[c] for c in LASTING))
+    return [
+        first + ".",
+        f"{second}, and parameters, gradients and optimizer states hold {lasting}.",
+    ]
 
 
 def _beside(other: Run, run: Run) -> str:

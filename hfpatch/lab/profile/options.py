@@ -77,11 +77,6 @@ class Options:
         return getattr(torch, usual if self.dtype == "auto" else self.dtype)
 
 
-def words_of(checkpointing) -> list[str]:
-    """The value of checkpointing= as a command line's words; none for "auto". Raises ValueError."""
-    return parse_checkpointing(checkpointing).words()
-
-
 def check_together(
     impls: list[str], checkpointing: list[str], gradient_checkpointing: bool
 ) -> None:

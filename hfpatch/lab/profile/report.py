@@ -10,9 +10,10 @@ from hfpatch.lab.tables import size
 
 def columns(runs: list[Run]) -> list[str]:
     """One heading per run. It marks simulated runs, and runs that did not finish."""
-    marks = {"simulated": " (simulated)"}
+    simulated = {"simulated": " (simulated)"}
     return [
-        r.impl + marks.get(r.source, "") + (" (did not finish)" if r.error else "") for r in runs
+        r.impl + simulated.get(r.source, "") + (" (did not finish)" if r.error else "")
+        for r in runs
     ]
 
 
@@ -142,7 +143,7 @@ def markdown(runs: list[Run], *, command: str = "", commit: str = "", notes=()) 
         for run, name in zip(group, head):
             ended = f"; {run.error}" if run.error else ""
             parts.append(f"### {name}: peak in the {run.peak_phase or 'step'}{ended}")
-            parts += [top_table(run), *([_list(run.notes)] if run.notes else [])]
+            parts.append(top_table(run))
             if run.applied:
                 did = "\n".join(["```", *run.applied, "```"])
                 parts.append(f"### {name}: what `hfpatch.apply` did\n\n{did}")

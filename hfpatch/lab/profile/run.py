@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfpatch.budget.free import gpu_free, host_free
+from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.lab.children import ends_with
 from hfpatch.lab.models import config_of
 from hfpatch.lab.profile.advice import sentences
-from hfpatch.lab.profile.options import Options, check_together, words_of
+from hfpatch.lab.profile.options import Options, check_together
 from hfpatch.lab.profile.picture import PICTURE, save
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
@@ -90,7 +91,7 @@ def profile(
     shared = {
         "model": str(model), "batch": batch, "steps": steps, "warmup": warmup, "dtype": dtype,
         "optimizer": optimizer,
-        "gradient_checkpointing": gradient_checkpointing, "checkpointing": words_of(checkpointing),
+        "gradient_checkpointing": gradient_checkpointing, "checkpointing": parse_checkpointing(checkpointing).words(),
         "device": device,
         "simulate": simulate, "folder": str(folder),
     }  # fmt: skip
@@ -103,7 +104,14 @@ def profile(
             _expect_room(options["model"], batch * options["seq_len"])
     check_together(names, shared["checkpointing"], gradient_checkpointing)
     folder.mkdir(parents=True, exist_ok=True)
-    runs, notes = _each_in_process(asked)
+    runs = []
+    notes = []  # why others could not run here
+    for options in asked:
+        found = _in_process(options)
+        if isinstance(found, Run):
+            runs.append(found)
+        elif found not in notes:
+            notes.append(found)
     if not runs:
         raise ValueError(notes[0])
     called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
@@ -123,18 +131,6 @@ def _expect_room(model: str, tokens: int) -> None:
             f"hfpatch: {tokens:,} tokens must fit this machine's {gib(room)}, and their layer "
             f"inputs alone take {gib(needed)}. Pass fewer tokens, or --simulate."
         )
-
-
-def _each_in_process(asked: list[dict]) -> tuple[list[Run], list[str]]:
-    """The Runs, and the reasons why others could not run here."""
-    runs, notes = [], []
-    for options in asked:
-        found = _in_process(options)
-        if isinstance(found, Run):
-            runs.append(found)
-        elif found not in notes:
-            notes.append(found)
-    return runs, notes
 
 
 def _in_process(options: dict) -> Run | str:

@@ -9,7 +9,7 @@ from hfpatch.budget.first import first_policy
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer
-from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
+from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Run, measure
 from hfpatch.lab.simulate.follow import current
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
@@ -24,9 +24,6 @@ def follow(run: Run, options: Options, used: Checkpointing | None = None) -> Run
     if settings.offload == "auto":
         settings = dataclasses.replace(settings, offload="host")
     become(model, options.impl, options.gradient_checkpointing, settings)
-    optimizer = (
-        None if options.optimizer == "none" else partial(make_optimizer, name=options.optimizer)
-    )
     policy = used
     if options.impl == "hfpatch" and used is None and settings.offload != "off":
         # A first step's, with as much host memory as it needs.
@@ -37,19 +34,16 @@ def follow(run: Run, options: Options, used: Checkpointing | None = None) -> Run
 
     def note(module, args):
         """Collects the ids of the blocks of layers' inputs; the ledger keeps blocks alive."""
-        if (
-            id(module) in layers
-            and args
-            and isinstance(args[0], torch.Tensor)
-            and current() is not None
-        ):
+        if id(module) in layers and args and isinstance(args[0], torch.Tensor):
             inputs.add(id(current().track(args[0])))
 
+    steps = 1
+    if options.optimizer != "none" and options.warmup:
+        steps = 2  # the second one has its optimizer's states from the start
     with module_calls(note):
         found = simulate(
-            model, options.batch, options.seq_len, optimizer=optimizer, policy=policy,
-            # The second step has its optimizer's states from the start.
-            steps=1 if optimizer is None or not options.warmup else 2,
+            model, options.batch, options.seq_len, steps=steps, policy=policy,
+            optimizer=partial(make_optimizer, name=options.optimizer),
         )  # fmt: skip
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes
@@ -70,38 +64,40 @@ def is_layer(name: str, module) -> bool:
 def _measured(run: Run, ledger, inputs: set, head: str, root: str) -> Run:
     """The run with the phases of its last step, and the blocks alive in it.
 
-    inputs: ids of the blocks of layers' inputs; head, root: as in _owned.
+    inputs: ids of the blocks of layers' inputs; head, root: as in _own.
     """
     starts = [start for start, _ in ledger.phases]
     ends = [*starts[1:], max(block.born for block in ledger.blocks)]
     phases = [[name, start, end] for (start, name), end in zip(ledger.phases, ends)]
     last = max(i for i, (name, *_) in enumerate(phases) if name == "forward")
     run.phases = phases[last:]
-    _, began, ended = phases[last]
-    blocks = [b for b in ledger.blocks if not b.host and (b.died is None or b.died > began)]
-    return measure(run, [_owned(block, inputs, ended, head, root) for block in blocks])
+    for block in ledger.blocks:
+        _own(block, inputs, ends[last], head, root)
+    return measure(run, ledger)
 
 
-def _owned(block, inputs, forward_end, head, root) -> Allocation:
-    """head: the output projection's module name. Its blocks, and those of modules that hold it,
-    belong to the loss. root: the name under which the follower lists the model itself.
+def _own(block, inputs, forward_end, head, root) -> None:
+    """Sets the block's category, module and phase to those of a report.
+
+    head: the output projection's module name. Its blocks, and those of modules that hold it, belong
+    to the loss. root: the name under which the follower lists the model itself.
     """
-    module = "" if block.module == root else block.module or NOWHERE
+    block.module = "" if block.module == root else block.module or NOWHERE
     outlives = block.died is None or block.died > forward_end
+    if block.phase == "setup":
+        block.phase = "before the step"
     if block.category in LASTING:
-        category = block.category
-    elif block.phase == "setup":
-        category = "other"
+        return
+    if block.phase == "before the step":
+        block.category = "other"
     elif block.op != "workspace" and id(block) in inputs:
-        category = "checkpoints"
-    elif block.phase != "optimizer" and module != NOWHERE and holds(head, module):
-        category = "loss"
+        block.category = "checkpoints"
+    elif block.phase != "optimizer" and block.module != NOWHERE and holds(head, block.module):
+        block.category = "loss"
     elif block.phase == "forward" and outlives:
-        category = "activations"
+        block.category = "activations"
     else:
-        category = "working set"
-    phase = "before the step" if block.phase == "setup" else block.phase
-    return Allocation(block.nbytes, block.born, block.died, category, module, phase, block.op)
+        block.category = "working set"
 
 
 def holds(head: str, module: str) -> bool:

@@ -88,12 +88,6 @@ def make_optimizer(parameters, name: str):
     return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=1e-5)
 
 
-def make_batch(vocab_size: int, options: Options, device) -> dict:
-    """Random tokens [batch, seq_len] int64, each a label too."""
-    ids = torch.randint(0, vocab_size, (options.batch, options.seq_len), device=device)
-    return {"input_ids": ids, "labels": ids}
-
-
 def new_run(options: Options, device: str, dtype: torch.dtype, source: str = "measured") -> Run:
     """A Run with what was asked, and no figures yet."""
     ours = options.impl == "hfpatch"
@@ -116,7 +110,8 @@ def measure_steps(options: Options, progress: Callable[[str], None] = lambda tex
     """
     device = torch.device(options.on)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    run, model = new_run(options, name, options.torch_dtype), None
+    run = new_run(options, name, options.torch_dtype)
+    model = None
     try:
         progress("building the model")
         model = build_model(options)
@@ -135,10 +130,11 @@ def measure_steps(options: Options, progress: Callable[[str], None] = lambda tex
 def _steps(run: Run, model, options: Options, device: torch.device, progress) -> None:
     """Warm-up steps, timed ones, and on a GPU one under the allocator's history."""
     optimizer = make_optimizer(model.parameters(), options.optimizer)
-    batch = make_batch(model.config.vocab_size, options, device)
+    shape = (options.batch, options.seq_len)
+    ids = torch.randint(0, model.config.vocab_size, shape, device=device)
 
     def step() -> None:
-        model(**batch).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
         if optimizer is not None:
             optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -161,7 +157,7 @@ def _record(run: Run, model, step, device: torch.device, folder: Path) -> None:
     """One step under the allocator's history, and the allocator's own counts, also of a step that
     runs out of memory.
     """
-    name = f"snapshot-{run.name}.pickle"
+    name = f"snapshot-{run.impl}-{run.seq_len}.pickle"
     torch.cuda.reset_peak_memory_stats(device)
     record_allocations(True)
     try:
@@ -170,7 +166,8 @@ def _record(run: Run, model, step, device: torch.device, folder: Path) -> None:
         dump_allocations(str(folder / name))
         record_allocations(False)
         stats = torch.cuda.memory_stats(device)
-        allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        allocated = stats["allocated_bytes.all.peak"]
+        reserved = stats["reserved_bytes.all.peak"]
         run.memory |= {
             "allocated_peak_bytes": allocated,
             "reserved_peak_bytes": reserved,

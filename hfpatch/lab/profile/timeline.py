@@ -1,4 +1,4 @@
-"""The data of a profile: allocations with a birth and a death, and the Run that a report shows.
+"""The data of a profile: the Run that a report shows, and how it follows from a step's ledger.
 
 Standard library only.
 """
@@ -9,6 +9,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from hfpatch import __version__
+from hfpatch.lab.simulate.ledger import Block, Ledger, alive_at, levels
 
 IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
 # The longest-lived category first.
@@ -37,22 +38,6 @@ NOWHERE = "(outside of modules)"  # as a block's module; "" is the model itself
 SLICES = 300  # of a picture's time
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """One block: bytes, its life in events of the step, and its owner.
-
-    died: None if the block outlives the step.
-    """
-
-    bytes: int
-    born: int
-    died: int | None
-    category: str = "other"
-    module: str = ""
-    phase: str = ""
-    op: str = ""
-
-
 @dataclass
 class Run:
     """One implementation at one length. Sizes in bytes, moments in allocations and frees of the step
@@ -77,13 +62,7 @@ class Run:
     setup: dict = field(default_factory=dict)  # model, dtype, optimizer, engine, ...
     versions: dict = field(default_factory=dict)
     applied: list = field(default_factory=list)  # what hfpatch.apply printed, line by line
-    notes: list = field(default_factory=list)
     error: str | None = None  # one line, where the run did not finish
-
-    @property
-    def name(self) -> str:
-        """Of its files."""
-        return f"{self.impl}-{self.seq_len}"
 
     @property
     def peak_split(self) -> dict:
@@ -114,34 +93,20 @@ def generic(module: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
-def measure(run: Run, allocations: list[Allocation]) -> Run:
-    """Fills the run's peak with the blocks alive then."""
-    level = dict.fromkeys(CATEGORIES, 0)
-    points = []
-    for at, nbytes, category in _changes(allocations):
-        level[category] += nbytes
-        points.append([at, [*level.values()]])
-    if points:
-        run.peak_at, peak = max(points, key=lambda point: sum(point[1]))
-        run.peak_bytes = sum(peak)
-        run.curve = _thinned(points)
-    run.peak_phase = next(
-        (name for name, start, stop in run.phases if start <= run.peak_at <= stop), ""
-    )
-    alive = [
-        a for a in allocations if a.born <= run.peak_at and (a.died is None or a.died > run.peak_at)
+def measure(run: Run, ledger: Ledger) -> Run:
+    """Fills the run's peak with the blocks alive then. The ledger's categories are CATEGORIES."""
+    began = run.phases[0][1]
+    points = [
+        [at, [level[name] for name in CATEGORIES]]
+        for at, _, _, level in levels(ledger)
+        if at >= began
     ]
-    run.rows = grouped(alive)
+    run.curve = _thinned(points)
+    run.peak_at, peak = max(points, key=lambda point: sum(point[1]))
+    run.peak_bytes = sum(peak)
+    run.peak_phase = next(n for n, start, stop in run.phases if start <= run.peak_at <= stop)
+    run.rows = grouped(alive_at(ledger, run.peak_at))
     return run
-
-
-def _changes(allocations) -> list:
-    """(time, signed bytes, category) of every birth and death. At one instant deaths come first, as
-    in an allocator that reuses a block.
-    """
-    died = [(a.died, -a.bytes, a.category) for a in allocations if a.died is not None]
-    born = [(a.born, a.bytes, a.category) for a in allocations]
-    return sorted([*died, *born], key=lambda change: change[0])  # stable
 
 
 def _thinned(points: list) -> list:
@@ -155,20 +120,18 @@ def _thinned(points: list) -> list:
     return [point for kept in slices.values() for point in kept]
 
 
-def grouped(alive: list[Allocation]) -> list:
+def grouped(alive: list[Block]) -> list:
     """Rows of the blocks alive, the largest first. Blocks of all layers with equal owners are one
     row.
     """
-    groups: dict = {}
-    for a in alive:
-        key = (a.category, generic(a.module), a.phase, a.op)
-        size, count = groups.get(key, (0, 0))
-        groups[key] = (size + a.bytes, count + 1)
-    rows = [
-        dict(zip(("category", "module", "phase", "op"), key), bytes=size, count=count)
-        for key, (size, count) in groups.items()
-    ]
-    return sorted(rows, key=lambda row: -row["bytes"])
+    rows: dict = {}
+    for block in alive:
+        owner = {"category": block.category, "module": generic(block.module)}
+        owner |= {"phase": block.phase, "op": block.op}
+        row = rows.setdefault(tuple(owner.values()), owner | {"bytes": 0, "count": 0})
+        row["bytes"] += block.nbytes
+        row["count"] += 1
+    return sorted(rows.values(), key=lambda row: -row["bytes"])
 
 
 def versions(packages) -> dict[str, str | None]:

@@ -35,9 +35,10 @@ def _run(options, progress):
 
     from hfpatch.lab.profile import simulated, step
 
+    used = None
     if options.simulate:
         dtype = torch.bfloat16 if options.dtype == "auto" else options.torch_dtype
-        run, used = step.new_run(options, "fake tensors", dtype, "simulated"), None
+        run = step.new_run(options, "fake tensors", dtype, "simulated")
     else:
         run, used = step.measure_steps(options, progress)
     if options.impl == "liger" and not options.simulate:  # its kernels know no fake tensors

@@ -34,18 +34,14 @@ class _Packed(nn.Linear):
 
     def __init__(self, linear: nn.Linear, shape: tuple, dtype: torch.dtype):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = (
-            linear.in_features,
-            linear.out_features,
-            linear.bias,
-        )
-        self.on = linear.weight.device
-        self.weight = nn.Parameter(
-            torch.empty(shape, dtype=dtype, device=self.on), requires_grad=False
-        )
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        weight = torch.empty(shape, dtype=dtype, device=linear.weight.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
     def _buffer(self, name: str, count: int, dtype: torch.dtype) -> None:
-        self.register_buffer(name, torch.empty(count, dtype=dtype, device=self.on))
+        self.register_buffer(name, torch.empty(count, dtype=dtype, device=self.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         y = _Product.apply(x, self)
@@ -93,18 +89,12 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
     """
     import peft
 
-    dtype, head = model.dtype, model.get_output_embeddings()
-    packed = PACKED.get(adapters.base)
-    if packed:
-        linears = [
-            (m, n, c)
-            for m in model.modules()
-            for n, c in m.named_children()
-            if type(c) is nn.Linear
-        ]
-        for parent, name, linear in linears:
-            if linear is not head:
-                setattr(parent, name, packed(linear))
+    dtype = model.dtype
+    if adapters.base in PACKED:
+        head = model.get_output_embeddings()
+        linears = [n for n, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+        for name in linears:
+            model.set_submodule(name, PACKED[adapters.base](model.get_submodule(name)))
     of_experts = [n for n in adapters.targets if n.startswith("experts.")]
     targets = [n for n in adapters.targets if n not in of_experts] or ALL_LINEAR
     settings = peft.LoraConfig(
@@ -119,7 +109,9 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
             f"hfpatch: LoRA's targets must be Linear layers that PEFT adapts ({why}), got "
             f"{', '.join(adapters.targets) or ALL_LINEAR}. Name others with --lora-target."
         ) from error
+    if adapters.itemsize == 4:
+        dtype = torch.float32
     for parameter in made.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.float32 if adapters.itemsize == 4 else dtype)
+            parameter.data = parameter.data.to(dtype)
     return made

@@ -2,8 +2,8 @@
 
 A TorchDispatchMode sees each operation and holds weak references to the storages it makes; the
 storage, not the tensor, is what an allocator hands out, so views, in-place operations, saved
-tensors and `.data` swaps need no cases of their own. It works on real tensors and on fake ones
-(entered above a FakeTensorMode). Where a dispatch mode makes PyTorch behave differently from a bare
+tensors and `.data` swaps need no cases of their own. It works on fake tensors, and is entered above
+their FakeTensorMode. Where a dispatch mode makes PyTorch behave differently from a bare
 run, the bare run's behaviour is restored here.
 """
 
@@ -37,7 +37,8 @@ from hfpatch.lab.simulate.operations import (
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.ops._library import IMPLEMENTATIONS
 
-aten, DEVICE = torch.ops.aten, torch.ops.prim.device.default
+aten = torch.ops.aten
+DEVICE = torch.ops.prim.device.default
 _, FakeTensor, TorchDispatchMode = simulation_parts()
 # Operations whose fake kernels read values or symbols, or return something other than tensors.
 _BY_VALUE = set(map(id, (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor,
@@ -62,22 +63,25 @@ class Follower(TorchDispatchMode):
     """Context in which storages are followed. Result in `.ledger`.
 
     Args:
-        rounding: storage sizes are rounded up to a multiple of these bytes (512 as on CUDA, 64 for
-            a CPU allocator, 1 for none).
-        cuda: charge the scratch memory of CUDA's kernels, which no operation of this run allocates.
-        shadows: real values of small tensors, so that `.item()` works on fake ones.
+        cuda: storage sizes are rounded up to 512 bytes, and the scratch memory of CUDA's kernels
+            counts, which no operation of this run allocates.
+        shadows: real values of small tensors, so that `.item()` works.
         most_operations: a ValueError is raised beyond this number of operations; None for no limit.
     """
 
     def __init__(
-        self, *, rounding: int = ROUNDING, cuda: bool = True, shadows: Shadows | None = None,
-        most_operations: int | None = None
+        self, *, shadows: Shadows, cuda: bool = True, most_operations: int | None = None
     ):  # fmt: skip
         super().__init__()
         self.ledger = Ledger()
-        self.rounding, self.cuda, self.shadows = rounding, cuda, shadows
-        self.operations, self.most_operations = 0, most_operations
-        self.alive = self.top = 0
+        self.rounding = ROUNDING if cuda else 1
+        self.cuda = cuda
+        self.shadows = shadows
+        self.operations = 0
+        self.most_operations = most_operations
+        # Bytes on the device, now and at most, as an allocator counts them.
+        self.alive = 0
+        self.top = 0
         # Counts of an operation are multiplied by this (scan.few_blocks).
         self.times = 1
         self._refs: dict = {}  # id(storage) -> (weak reference, block index)
@@ -97,14 +101,11 @@ class Follower(TorchDispatchMode):
         super().__enter__()
         _current.append(self)
         if self._alone is None:
-            noted, self.ledger, self._refs = (self.ledger, self._refs), Ledger(), {}
             try:
                 self._calibrate()
             except BaseException:  # the mode would stay on
                 self.__exit__(*sys.exc_info())
                 raise
-            finally:
-                self.ledger, self._refs = noted
         return self
 
     def __exit__(self, *exception):
@@ -120,20 +121,19 @@ class Follower(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             # sparse tensors and wrappers have no storage, their parts have
             return None
-        known = self._refs.get(id(storage))
+        key = id(storage)
         nbytes = round_up(storage.nbytes(), self.rounding)
-        if known is not None:
-            block = self.ledger.blocks[known[1]]
+        if key in self._refs:
+            index = self._refs[key][1]
+            block = self.ledger.blocks[index]
             if nbytes != block.nbytes:
-                self.ledger.events.append((known[1], nbytes - block.nbytes))
-                self._stands(nbytes - block.nbytes, block.host)
+                self._event(index, nbytes - block.nbytes)
                 block.nbytes = nbytes
         else:
             index = self._birth(nbytes, op)
             block = self.ledger.blocks[index]
-            key = id(storage)
 
-            def dead(_, key=key, index=index):
+            def dead(_):
                 self._refs.pop(key, None)
                 self._death(index)
 
@@ -143,33 +143,25 @@ class Follower(TorchDispatchMode):
         return block
 
     def _birth(self, nbytes: int, op: str, category: str = "activations") -> int:
-        ledger = self.ledger
-        block = Block(
-            nbytes, len(ledger.events), op, self._where(), self.phase, self._host > 0, category
-        )
-        ledger.blocks.append(block)
-        ledger.events.append((len(ledger.blocks) - 1, nbytes))
-        self._stands(nbytes, block.host)
-        return len(ledger.blocks) - 1
+        born = len(self.ledger.events)
+        index = len(self.ledger.blocks)
+        on_host = self._host > 0
+        block = Block(nbytes, born, op, self._where(), self.phase, on_host, category)
+        self.ledger.blocks.append(block)
+        self._event(index, nbytes)
+        return index
 
     def _death(self, index: int) -> None:
         block = self.ledger.blocks[index]
         block.died = len(self.ledger.events)
-        self.ledger.events.append((index, -block.nbytes))
-        self._stands(-block.nbytes, block.host)
+        self._event(index, -block.nbytes)
 
-    def _stands(self, more: int, host: bool) -> None:
-        """Counts the bytes on the device, now and at most, as an allocator does."""
-        if not host:
+    def _event(self, index: int, more: int) -> None:
+        """A block takes more bytes, or fewer."""
+        self.ledger.events.append((index, more))
+        if not self.ledger.blocks[index].host:
             self.alive += more
             self.top = max(self.top, self.alive)
-
-    def transient(self, nbytes: int, op: str) -> None:
-        """A kernel's scratch memory: alive beside the operation's inputs and outputs, gone when it
-        returns.
-        """
-        if nbytes > 0:
-            self._death(self._birth(round_up(nbytes, self.rounding), op, "workspace"))
 
     @contextlib.contextmanager
     def host(self):
@@ -192,8 +184,7 @@ class Follower(TorchDispatchMode):
         self._border()
 
     def leave_module(self) -> None:
-        if self._modules:
-            self._modules.pop()
+        self._modules.pop()
         self._border()
 
     def _border(self) -> None:
@@ -236,12 +227,11 @@ class Follower(TorchDispatchMode):
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)
         known = operation(func)
-        if self.shadows is not None:
-            if known.view and type(args[0]) is FakeTensor and id(func) not in self._slow:
-                return self._fakes(known, args, kwargs, args[:1], None)
-            answered, value = self.shadows.answer(func, args, kwargs)
-            if answered:
-                return value
+        if known.view and type(args[0]) is FakeTensor and id(func) not in self._slow:
+            return self._fakes(known, args, kwargs, args[:1], None)
+        answered, value = self.shadows.answer(func, args, kwargs)
+        if answered:
+            return value
         inputs = tensors_in(args, [])
         if kwargs:
             tensors_in(kwargs.values(), inputs)
@@ -255,11 +245,7 @@ class Follower(TorchDispatchMode):
             with self:
                 out = IMPLEMENTATIONS[func](*args, **kwargs)
         else:
-            out = (
-                self._fakes(known, args, kwargs, inputs, key)
-                if self.shadows is not None
-                else func(*args, **kwargs)
-            )
+            out = self._fakes(known, args, kwargs, inputs, key)
         name = func.__name__
         outputs = tensors_in((out,), [])
         for tensor in outputs:
@@ -273,8 +259,7 @@ class Follower(TorchDispatchMode):
             if key is not None:
                 self._works[key] = work
         self._did(work, func, args)
-        if self.shadows is not None:
-            self.shadows.run(known, args, kwargs, inputs, outputs)
+        self.shadows.run(known, args, kwargs, inputs, outputs)
         return out
 
     def moves(self, tensors: list) -> None:
@@ -290,21 +275,20 @@ class Follower(TorchDispatchMode):
         FakeTensorMode's cache lookup costs more than the call. Operations whose results are on the
         device of their arguments call their meta kernels directly, as FakeTensorMode would.
         """
-        func, mode = operation.func, self.shadows.fake_mode
-        if (
-            not operation.ours
-            or not inputs
-            or "device" in kwargs
-            or id(func) in self._slow
-            or any(type(t) is not FakeTensor for t in inputs)
-        ):
+        func = operation.func
+        mode = self.shadows.fake_mode
+        by_meta = (
+            operation.ours and inputs and "device" not in kwargs and id(func) not in self._slow
+        )
+        if not by_meta or any(type(t) is not FakeTensor for t in inputs):
             return func(*args, **kwargs)
         if operation.writes:
             return kwargs.get("out", args[0])
         device = inputs[0].fake_device
         if known := self._shapes.get(key):
             out = tuple(map(meta_tensor, known))
-            out = out if len(out) > 1 else out[0]
+            if len(out) == 1:
+                out = out[0]
         else:
             try:
                 out = run_on_meta(mode, _PLAIN.get(id(func), func), args, kwargs)
@@ -333,8 +317,8 @@ class Follower(TorchDispatchMode):
         known = [(tuple(x.shape), x.stride(), x.dtype) for x in outs]
         for x, layout in zip(outs, known):
             own = x.untyped_storage()
-            # aten._unsafe_view hides its alias
             full = meta_tensor(layout).untyped_storage().nbytes()
+            # aten._unsafe_view hides its alias
             if id(own) in given or full != own.nbytes():
                 return
         self._shapes[key] = known
@@ -360,19 +344,23 @@ class Follower(TorchDispatchMode):
         return all(have <= alone for have, alone in zip(found, self._alone))
 
     def _calibrate(self) -> None:
-        """Measures `_holders` of a gradient that only the engine holds."""
+        """Measures `_holders` of a gradient that only the engine holds, in a ledger of its own."""
+        noted = (self.ledger, self._refs)
+        self.ledger = Ledger()
+        self._refs = {}
         self._calibrating = True
         with torch.enable_grad():
             x = torch.ones(2, requires_grad=True)
             h = x * 2
             (torch.sin(h) + h * 3).sum().backward()
         self._calibrating = False
+        self.ledger, self._refs = noted
 
     def _work(self, func, args, kwargs, inputs, outputs) -> Work:
-        scratch = kernels_cost.scratch_bytes if self.cuda else kernels_cost.cpu_scratch_bytes
         return Work(
             kernels_cost.matmul_flops(func, args), kernels_cost.attention(func, args, kwargs),
-            scratch(func, args), kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs),
+            kernels_cost.scratch_bytes(func, args) if self.cuda else 0,
+            kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs),
         )  # fmt: skip
 
     def _did(self, work: Work, func, args) -> None:
@@ -383,8 +371,9 @@ class Follower(TorchDispatchMode):
             kind, flops = work.attention
             self.ledger.attention_flops[kind] += flops
             self.ledger.attention_calls[kind] += 1
-        if work.scratch:
-            self.transient(work.scratch, f"{func.__name__} scratch")
+        if work.scratch:  # alive beside the inputs and outputs, gone as the operation returns
+            nbytes = round_up(work.scratch, self.rounding)
+            self._death(self._birth(nbytes, f"{func.__name__} scratch", "workspace"))
         self._moved(work.moved, work, self._direction(func, args))
 
     def _direction(self, func, args) -> str | None:

@@ -33,19 +33,18 @@ def check_sizes(read) -> None:
 
     read: name -> value, None for a missing one.
     """
-    for name in SIZES:
-        value = read(name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
+    known = {name: read(name) for name in SIZES if read(name) is not None}
+    for name, value in known.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(
                 f"hfpatch: {name} must be a whole number of at least 1, got {value!r}. Check the "
                 "config."
             )
         # a plan of such a model would add up for hours
-        if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):
+        if value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):
             raise ValueError(f"hfpatch: {name} is {value}, which no model has. Check the config.")
-    heads, kv_heads = read("num_attention_heads"), read("num_key_value_heads")
+    heads = read("num_attention_heads")
+    kv_heads = read("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         raise ValueError(
             f"hfpatch: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "

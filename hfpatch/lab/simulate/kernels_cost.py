@@ -36,7 +36,7 @@ class Work(NamedTuple):
     seconds: float = 0.0
 
 
-def _ops(*names):
+def _ops(*names) -> set:
     return {getattr(aten, name).default for name in names if hasattr(aten, name)}
 
 
@@ -52,6 +52,7 @@ ATTENTION_BACKWARD = {op: 1 for op in _ops(
     "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_flash_attention_backward",
 )}  # fmt: skip
+ATTENTION = ATTENTION_FORWARD | ATTENTION_BACKWARD
 # q is [N, H, E], k [N, K, E]
 _ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")
 _ANY_STRIDES = _ops(
@@ -64,21 +65,21 @@ GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, nam
 
 def _argument(func, args, kwargs, name, default=None):
     for position, argument in enumerate(schema_of(func).arguments):
+        if argument.name == name and position < len(args):
+            return args[position]
         if argument.name == name:
-            return (
-                args[position] if position < len(args) else kwargs.get(name, argument.default_value)
-            )
+            return kwargs.get(name, argument.default_value)
     return default
 
 
 def sizes(func, q: Tensor, k: Tensor) -> tuple[int, ...]:
     """(batch, query heads, KV heads, queries, keys, head dim)."""
-    if func in _ROWS_FIRST:  # with or without a batch
-        (batch, rows, heads, width), (_, columns, kv_heads, _) = (
-            (1, *x.shape)[-4:] for x in (q, k)
-        )
-    else:
-        (batch, heads, rows, width), (_, kv_heads, columns, _) = q.shape, k.shape
+    if func not in _ROWS_FIRST:
+        batch, heads, rows, width = q.shape
+        return batch, heads, k.shape[1], rows, k.shape[2], width
+    rows, heads, width = q.shape[-3:]
+    columns, kv_heads, _ = k.shape[-3:]
+    batch = q.shape[0] if q.dim() == 4 else 1
     return batch, heads, kv_heads, rows, columns, width
 
 
@@ -94,20 +95,19 @@ def attention(func, args, kwargs):
 
     Forward is two T x T matmuls a head (4 T T E FLOPs), backward five of them.
     """
-    if func in ATTENTION_FORWARD:
-        kind, q, k = "forward", args[0], args[1]
-    elif func in ATTENTION_BACKWARD:
-        kind, q, k = "backward", args[1], args[2]
-    else:
+    position = ATTENTION.get(func)
+    if position is None:
         return None
-    batch, heads, _, rows, columns, width = sizes(func, q, k)
+    batch, heads, _, rows, columns, width = sizes(func, args[position], args[position + 1])
     flops = 4 * batch * heads * rows * columns * width
     left = window(func, args, kwargs)
     if left is not None and left < columns - 1:
         flops = 4 * batch * heads * width * int(attended(rows, left + 1))
     elif _argument(func, args, kwargs, "is_causal", False):
         flops //= 2
-    return kind, flops if kind == "forward" else flops * 5 // 2
+    if func in ATTENTION_BACKWARD:
+        return "backward", flops * 5 // 2
+    return "forward", flops
 
 
 _ADDING = (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
@@ -124,21 +124,24 @@ def matmul_shape(func, args) -> tuple[int, float, float, float] | None:
     if func is EXPERT_PRODUCT:
         x, w = args[:2]
         return len(w), len(x) / len(w), x.shape[1], w.shape[2]
-    if packet in (aten.mm, aten.bmm, aten._int_mm, *GROUPED):
-        a, b = args[0], args[1]
-    elif packet in _ADDING:
-        a, b = args[1], args[2]
-    else:
+    if packet in _ADDING:
+        args = args[1:]
+    elif packet not in (aten.mm, aten.bmm, aten._int_mm, *GROUPED):
         return None
-    rows, inner, columns = *a.shape[-2:], b.shape[-1]
+    a, b = args[:2]
+    rows, inner = a.shape[-2:]
+    columns = b.shape[-1]
     if packet not in GROUPED:
-        return a.shape[0] if a.dim() == 3 else 1, rows, inner, columns
+        count = a.shape[0] if a.dim() == 3 else 1
+        return count, rows, inner, columns
     if a.dim() == b.dim() == 2:  # a weight's gradient: each group sums over its part
         groups = args[2].shape[0] if len(args) > 2 else 1
         return groups, rows, inner / groups, columns
-    groups = max(x.shape[0] for x in (a, b) if x.dim() == 3)
-    part = [rows / groups, inner, columns] if a.dim() == 2 else [rows, inner, columns / groups]
-    return groups, *part
+    if a.dim() == 2:
+        groups = b.shape[0]
+        return groups, rows / groups, inner, columns
+    groups = a.shape[0]
+    return groups, rows, inner, columns / groups
 
 
 def matmul_flops(func, args) -> int:
@@ -190,7 +193,7 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
     outputs = outputs or _written(func, args)
     if name in _MOVE_NOTHING or not outputs or not inputs:
         return 0
-    if func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
+    if func in ATTENTION:
         return 0
     if matmul_flops(func, args):
         return _sum_bytes(func, args, kwargs)
@@ -209,8 +212,8 @@ def _written(func, args) -> list:
 
     Gradients are left out. A fused optimizer writes them only if it scales them.
     """
-    schema, found = schema_of(func), []
-    for argument, value in zip(schema.arguments, args) if schema.is_mutable else ():
+    found = []
+    for argument, value in zip(schema_of(func).arguments, args):
         written = argument.alias_info is not None and argument.alias_info.is_write
         if written and argument.name != "grads" and isinstance(value, (list, tuple)):
             found += value
@@ -233,37 +236,16 @@ def scratch_bytes(func, args) -> int:
         padded = -(-rows // 128) * 128
         dq_accumulator = 4 * batch * heads * padded * (-(-width // 32) * 32)
         softmax_d = 4 * batch * heads * padded
-        expanded = (
-            2 * batch * heads * columns * width * k.element_size() if kv_heads != heads else 0
-        )
-        return (
-            dq_accumulator
-            + softmax_d
-            + expanded
-            + sum(_copied(func, x) for x in (args[0], args[4]))
-        )
+        expanded = 0
+        if kv_heads != heads:
+            expanded = 2 * batch * heads * columns * width * k.element_size()
+        copies = _copied(func, args[0]) + _copied(func, args[4])
+        return dq_accumulator + softmax_d + expanded + copies
     if func is aten.embedding_dense_backward.default:
-        grad, indices, vocabulary = args[0], args[1], args[2]
-        count, width = indices.numel(), grad.shape[-1]
+        grad, indices, vocabulary = args[:3]
+        count = indices.numel()
         if count <= 3072:
             return 0
-        partials = (count // 10 + min(count, int(vocabulary))) * width * 4
+        partials = (count // 10 + min(count, int(vocabulary))) * grad.shape[-1] * 4
         return partials + 4 * 8 * count  # sorted ids and positions, and the sort's own copies
     return 0
-
-
-def cpu_scratch_bytes(func, args) -> int:
-    """Scratch bytes of the CPU's flash attention in float32: the buffers of all threads
-    (native/cpu/FlashAttentionKernel.cpp).
-    """
-    name = func.__name__.split(".")[0]
-    if not name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        return 0
-    backward = name.endswith("backward")
-    q, k = args[1:3] if backward else args[0:2]
-    rows, columns, width = q.shape[2], k.shape[2], q.shape[3]
-    block = next(size for size, least in ((256, 768), (64, 192), (32, 0)) if rows >= least)
-    rows = min(rows, block)
-    columns = min(columns, 512)
-    cells = 2 * rows * columns if backward else rows * columns + 2 * rows + rows * width
-    return 4 * cells * torch.get_num_threads()

@@ -1,8 +1,8 @@
-"""The record of a Follower (follow.py): storages, with their births and deaths."""
+"""The record of a Follower (follow.py): storages, with their births and deaths, and the bytes on the
+device over time. Standard library only."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 ROUNDING = 512  # bytes: PyTorch's CUDA allocator hands out multiples of this
 
@@ -49,14 +49,37 @@ def _layer_of(module: str) -> str:
     return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
 
 
-def kept_bytes(ledger) -> int:
+def levels(ledger: Ledger):
+    """Yields (event index, signed bytes, block, category -> bytes on the device) for each event of a
+    block on the device. The mapping is the state after the event, and changes with the next one."""
+    level: Counter = Counter()
+    for at, (index, delta) in enumerate(ledger.events):
+        block = ledger.blocks[index]
+        if not block.host:
+            level[block.category] += delta
+            yield at, delta, block, level
+
+
+def beyond(level: Counter) -> int:
+    """The bytes of a level that are neither parameters nor gradients."""
+    return sum(level.values()) - level["parameters"] - level["gradients"]
+
+
+def alive_at(ledger: Ledger, at: int) -> list[Block]:
+    """The blocks on the device after an event."""
+    born = [b for b in ledger.blocks if not b.host and b.born <= at]
+    return [b for b in born if b.died is None or b.died > at]
+
+
+def kept_bytes(ledger: Ledger) -> int:
     """Bytes on the device that forward keeps for backward. Linear in the layers of each kind."""
     turn = next(at for at, name in ledger.phases if name == "backward")
-    alive = ((d, ledger.blocks[i]) for i, d in ledger.events[:turn])
-    return sum(d for d, b in alive if not b.host and b.category not in ("parameters", "gradients"))
+    alive = ((delta, ledger.blocks[index]) for index, delta in ledger.events[:turn])
+    kept = (d for d, b in alive if not b.host and b.category not in ("parameters", "gradients"))
+    return sum(kept)
 
 
-def moments_of(ledger, bottom: int) -> tuple[dict, dict]:
+def moments_of(ledger: Ledger, bottom: int) -> tuple[dict, dict]:
     """The peaks of each operation at the two ends of backward. Between the ends, bytes change
     monotonically over the layers of a pattern.
 
@@ -65,19 +88,18 @@ def moments_of(ledger, bottom: int) -> tuple[dict, dict]:
         and gradients). early: when the bytes beyond are the most. late: when the sum is the most,
         after all but `bottom` bytes of the gradients exist.
     """
-    alive = [(delta, ledger.blocks[i]) for i, delta in ledger.events if not ledger.blocks[i].host]
-    alive = [(delta, block) for delta, block in alive if block.category != "parameters"]
-    own = (delta for delta, block in alive if block.category == "gradients")
-    # they die when the simulation ends; small ones count as 512 bytes
-    enough = max(accumulate(own), default=0) - bottom - (1 << 20)
-    gradients = beyond = 0
+    most = max((level["gradients"] for *_, level in levels(ledger)), default=0)
+    enough = most - bottom - (1 << 20)  # small gradients count as 512 bytes
     early: dict = {}
     late: dict = {}
-    for delta, block in alive:
-        gradient = block.category == "gradients"
-        gradients, beyond = (gradients + delta, beyond) if gradient else (gradients, beyond + delta)
-        if delta > 0:
-            at, now = f"{block.op} in {_layer_of(block.module)}", (gradients, beyond)
-            early[at] = max(early.get(at, (0, 0)), now, key=lambda m: m[1])
-            late[at] = max(late.get(at, (0, 0)), now, key=sum) if gradients >= enough else (0, 0)
+    for _, delta, block, level in levels(ledger):
+        if delta <= 0 or block.category == "parameters":
+            continue
+        name = f"{block.op} in {_layer_of(block.module)}"
+        now = (level["gradients"], beyond(level))
+        early[name] = max(early.get(name, (0, 0)), now, key=lambda m: m[1])
+        if level["gradients"] < enough:
+            late[name] = (0, 0)
+        else:
+            late[name] = max(late.get(name, (0, 0)), now, key=sum)
     return early, late

@@ -31,16 +31,18 @@ class Operation:
     """
 
     def __init__(self, func):
-        schema, self.func = schema_of(func), func
-        self.mutable, returns = schema.is_mutable, schema.returns
+        schema = schema_of(func)
+        self.func = func
+        self.mutable = schema.is_mutable
         given = [x.alias_info for x in schema.arguments]
         self.written = [at for at, x in enumerate(given) if x is not None and x.is_write]
-        aliased = [x.alias_info for x in returns if x.alias_info]
+        aliased = [x.alias_info for x in schema.returns if x.alias_info]
         self.fresh = not (aliased or any(given))
         hidden = func is torch.ops.aten._unsafe_view.default
         self.view = hidden or bool(not self.mutable and aliased)
         resizes = func.__name__.startswith("resize")
-        self.writes = len(returns) == 1 and any(x.is_write for x in aliased) and not resizes
+        one = len(schema.returns) == 1
+        self.writes = one and any(x.is_write for x in aliased) and not resizes
         self.ours = func.namespace in ("aten", "hfpatch")
 
 
@@ -68,13 +70,15 @@ def key_of(func, args, kwargs) -> tuple:
 def is_dense(tensor: Tensor) -> bool:
     """Non-overlapping and dense, the layout in which autograd accumulates in place."""
     expected = 1
-    for stride, size in sorted(
-        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1
-    ):
-        if stride != expected:
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != expected:
             return False
         expected *= size
     return True
+
+
+# of the files between an operation and its caller
+_DISPATCH = ("_compile.py", "_dynamo", "_python_dispatch", "_library")
 
 
 def called_by_engine() -> bool:
@@ -82,10 +86,6 @@ def called_by_engine() -> bool:
     Python code.
     """
     frame = sys._getframe(3)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if any(part in name for part in ("_compile.py", "_dynamo", "_python_dispatch", "_library")):
-            frame = frame.f_back
-            continue
-        return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
-    return False
+    while frame is not None and any(part in frame.f_code.co_filename for part in _DISPATCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in ("_engine_run_backward", "backward_from")

@@ -32,10 +32,13 @@ def selective_scan(
     return_last_state=False, **_,
 ):  # fmt: skip
     """transformers' function of that name in blocks of tokens. The last state is the last block's."""
-    dtype, T = x_BIT.dtype, x_BIT.shape[2]
-    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
-    dt = softplus(dt) if delta_softplus else dt
-    B, C = B.transpose(1, 2), C.transpose(1, 2)
+    T = x_BIT.shape[2]
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = softplus(dt)
+    B = B.transpose(1, 2)
+    C = C.transpose(1, 2)
     decay_BITN = torch.exp(A[None, :, None, :] * dt[:, :, :, None])
     new_BITN = dt[:, :, :, None] * B[:, None, :, :].float() * x_BIT[:, :, :, None].float()
     size = -(-T // BLOCKS)
@@ -44,11 +47,13 @@ def selective_scan(
     for a in range(0, T, size):
         b = min(a + size, T)
         state = decay_BITN[:, :, a:b] * state[:, :, : b - a] + new_BITN[:, :, a:b]
-        out = torch.matmul(state.to(dtype).transpose(1, 2), C[:, a:b].unsqueeze(-1))
+        out = torch.matmul(state.to(x_BIT.dtype).transpose(1, 2), C[:, a:b].unsqueeze(-1))
         outs.append(out[..., 0].transpose(1, 2))
     out = torch.cat(outs, -1)
-    out = out if D is None else out + x_BIT * D[None, :, None]
-    out = out if z is None else out * silu(z)
+    if D is not None:
+        out = out + x_BIT * D[None, :, None]
+    if z is not None:
+        out = out * silu(z)
     return (out, state[:, :, -1]) if return_last_state else out
 
 
@@ -69,10 +74,8 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
     def blocks(*bounds):
         if bounds not in ((chunks,), (0, chunks)):
             return range(*bounds)
-        return [
-            slice(min(a, chunks - size), min(a, chunks - size) + size)
-            for a in range(0, chunks, size)
-        ]
+        begins = [min(a, chunks - size) for a in range(0, chunks, size)]
+        return [slice(a, a + size) for a in begins]
 
     given = kwargs.get("initial_state")
     state = state if given is None else state + given[:, :, None]
@@ -96,9 +99,9 @@ def scans_by_blocks():
     with contextlib.ExitStack() as stack:
         for module in _families():
             # A lazy module that is asked for a name may import what is not there.
-            found = {name: make(vars(module)[name]) for name, make in _BY_BLOCKS.items()
-                     if name in vars(module)}  # fmt: skip
-            stack.enter_context(for_now(module, **found))
+            for name in vars(module).keys() & _BY_BLOCKS:
+                made = _BY_BLOCKS[name](vars(module)[name])
+                stack.enter_context(for_now(module, **{name: made}))
         yield
 
 
@@ -129,8 +132,7 @@ def few_queries(follower):
     def few(code):
         def counting(*bounds):
             caller = sys._getframe(1)
-            inner = caller.f_code is code and "batch_idx" in caller.f_locals
-            if not inner:
+            if caller.f_code is not code or "batch_idx" not in caller.f_locals:
                 return range(*bounds)
             (n,) = bounds
             return _counted(follower, ((n, n // 2), (0, n - 1)))
@@ -159,8 +161,8 @@ def few_blocks(follower):
         every = list(stock(q_BTHE, pattern))
         middle = sorted({(len(every) - 1) // 2, len(every) // 2})
         counted = [(len(every) // len(middle), every[i]) for i in middle]
-        last = (0, every[max(0, len(every) - 2)]), (0, every[-1])
-        yield from _counted(follower, (*counted, *last))
+        counted += [(0, every[max(0, len(every) - 2)]), (0, every[-1])]
+        return _counted(follower, counted)
 
     with for_now(_attention_blocks, _blocks=few):
         yield

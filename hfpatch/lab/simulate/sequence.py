@@ -10,7 +10,10 @@ class LoneRank(Sequence):
     """Rank 0 of `size`, on fake or real tensors. Values from other ranks mean nothing."""
 
     def __init__(self, size: int):
-        self.group, self.zigzag, self.rank, self.size = None, False, 0, size
+        self.group = None
+        self.zigzag = False
+        self.rank = 0
+        self.size = size
         self.lengths = set()
 
     def all_to_all(self, send: Tensor) -> Tensor:

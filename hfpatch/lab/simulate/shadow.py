@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import buffers_of, parameters_of, real_tensors
 from hfpatch.lab.compat import simulation_parts
+from hfpatch.lab.simulate.operations import tensors_in
 
 LARGEST_WHOLE = 128 << 20  # bytes, integer and boolean tensors
 # bytes, floating-point tensors (scalars, counts, frequencies) and raw bytes of buffers
@@ -75,13 +76,13 @@ class Shadows:
         if isinstance(tree, Tensor):
             real = self.get(tree)
             return _UNKNOWN if real is None else real
-        if isinstance(tree, (list, tuple)):
-            items = [self._map(item) for item in tree]
-            return _UNKNOWN if any(item is _UNKNOWN for item in items) else type(tree)(items)
         if isinstance(tree, dict):
-            items = {k: self._map(v) for k, v in tree.items()}
-            return _UNKNOWN if any(item is _UNKNOWN for item in items.values()) else items
-        return tree
+            values = self._map([*tree.values()])
+            return _UNKNOWN if values is _UNKNOWN else dict(zip(tree, values))
+        if not isinstance(tree, (list, tuple)):
+            return tree
+        items = [self._map(item) for item in tree]
+        return _UNKNOWN if any(item is _UNKNOWN for item in items) else type(tree)(items)
 
     def answer(self, func, args, kwargs):
         """(True, value) for an operation whose result or result's shape depends on known values,
@@ -92,26 +93,26 @@ class Shadows:
             return False, None
         if by_mask and self._map(args[0]) is _UNKNOWN:
             # Values unknown, mask known: the same gather by positions has a known shape.
-            masks = [None if i is None else self.get(i) for i in args[1]]
-            if any(m is None and i is not None for m, i in zip(masks, args[1])):
+            masks = self._map(args[1])
+            if masks is _UNKNOWN:
                 return False, None
+            positions: list = []
             with real_tensors():
-                cut = [
-                    m.nonzero(as_tuple=True) if m is not None and m.dtype == torch.bool else (m,)
-                    for m in masks
-                ]
-            return True, aten.index.Tensor(
-                args[0], [m if m is None else self.fake(m) for part in cut for m in part]
-            )
-        reals, real_kwargs = self._map(args), self._map(kwargs)
-        if reals is _UNKNOWN or real_kwargs is _UNKNOWN:
+                for mask in masks:
+                    by_position = mask is None or mask.dtype != torch.bool
+                    positions += [mask] if by_position else mask.nonzero(as_tuple=True)
+            fakes = [None if one is None else self.fake(one) for one in positions]
+            return True, aten.index.Tensor(args[0], fakes)
+        known = self._map((args, kwargs))
+        if known is _UNKNOWN:
             return False, None
         with real_tensors():
-            out = func(*reals, **real_kwargs)
+            out = func(*known[0], **known[1])
         if isinstance(out, Tensor):
             return True, self.fake(out)
-        # a number, a boolean
-        return True, tuple(self.fake(o) for o in out) if isinstance(out, tuple) else out
+        if isinstance(out, tuple):
+            return True, tuple(map(self.fake, out))
+        return True, out  # a number, a boolean
 
     def run(self, operation, args, kwargs, inputs, outputs) -> None:
         """Repeats an operation on the values behind its arguments, or forgets the values it
@@ -123,25 +124,24 @@ class Shadows:
             return  # views of something known
         if self._runnable(func, inputs, fresh):
             if id(func) in _LIKE and not self._known(args[0]):
-                args = (self._blank(args[0]), *args[1:])
-            reals, real_kwargs = self._map(args), self._map(kwargs)
-            real_kwargs = {k: v for k, v in real_kwargs.items() if k != "pin_memory"}
+                like = args[0]
+                with real_tensors():
+                    blank = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+                args = (blank, *args[1:])
+            reals = self._map(args)
+            real_kwargs = self._map(kwargs)
+            real_kwargs.pop("pin_memory", None)
             if real_kwargs.get("device") is not None:
                 real_kwargs["device"] = torch.device("cpu")
             with real_tensors(), torch.no_grad():
                 out = func(*reals, **real_kwargs)
-            outs = (
-                [out]
-                if isinstance(out, Tensor)
-                else [o for o in out or () if isinstance(o, Tensor)]
-            )
-            for fake, real in zip(outputs, outs):
+            for fake, real in zip(outputs, tensors_in([out], [])):
                 if id(fake.untyped_storage()) not in self._real and fake.shape == real.shape:
                     self.put(fake, real)
-        else:
-            for value in (args[at] for at in operation.written if at < len(args)):
-                if isinstance(value, Tensor):
-                    self._real.pop(id(value.untyped_storage()), None)
+            return
+        written = [args[at] for at in operation.written if at < len(args)]
+        for value in tensors_in(written, []):
+            self._real.pop(id(value.untyped_storage()), None)
 
     def _known(self, tensor) -> bool:
         return not isinstance(tensor, FakeTensor) or id(tensor.untyped_storage()) in self._real
@@ -153,14 +153,10 @@ class Shadows:
             return False
         for out in fresh:
             raw = out.is_floating_point() or out.dtype == torch.uint8
-            if out.untyped_storage().nbytes() > (LARGEST_FLOAT if raw else LARGEST_WHOLE):
+            most = LARGEST_FLOAT if raw else LARGEST_WHOLE
+            if out.untyped_storage().nbytes() > most:
                 return False
         return True
-
-    @staticmethod
-    def _blank(fake: Tensor) -> Tensor:
-        with real_tensors():
-            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
 
 
 def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
@@ -175,19 +171,15 @@ def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
 @contextmanager
 def fake_weights(model: nn.Module, shadows: Shadows):
     """A context in which the model has fake parameters and buffers in place of its own."""
-    tables = [
-        table for module in model.modules() for table in (parameters_of(module), buffers_of(module))
-    ]
-    own = [
-        (table, name, tensor)
-        for table in tables
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    fakes = {id(tensor): tensor for *_, tensor in own}
-    fakes = {key: _fake(tensor, shadows) for key, tensor in fakes.items()}
+    own = []
+    fakes: dict = {}
+    for module in model.modules():
+        for table in (parameters_of(module), buffers_of(module)):
+            own += [(table, name, tensor) for name, tensor in table.items() if tensor is not None]
     try:
         for table, name, tensor in own:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _fake(tensor, shadows)
             table[name] = fakes[id(tensor)]
         yield
     finally:

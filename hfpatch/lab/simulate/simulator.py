@@ -13,6 +13,7 @@ import gc
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ from hfpatch.compat import plain_scans
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.compat import for_now, simulation_parts
 from hfpatch.lab.simulate.follow import Follower
-from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
+from hfpatch.lab.simulate.ledger import Ledger, alive_at, beyond, levels
+from hfpatch.lab.simulate.operations import tensors_in
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
@@ -64,46 +66,32 @@ class Simulation:
     rows: int = 0
     ledger: Ledger = field(default=None, repr=False)
 
-    def to_dict(self) -> dict:
-        """Everything but the ledger, ready for JSON."""
-        return {name: value for name, value in vars(self).items() if name != "ledger"}
-
 
 def summarize(ledger: Ledger) -> Simulation:
     """Finds the highest total and the blocks alive at it."""
-    device = host = host_top = beyond = most_beyond = 0
-    top, top_at, phase, top_phase = -1, 0, "setup", "setup"
-    begun = dict(ledger.phases)
-    for at, (index, delta) in enumerate(ledger.events):
-        phase = begun.get(at, phase)
-        if ledger.blocks[index].host:
-            host += delta
-            host_top = max(host_top, host)
-        else:
-            device += delta
-            if ledger.blocks[index].category not in ("parameters", "gradients"):
-                beyond += delta
-                most_beyond = max(most_beyond, beyond)
-            if device > top:
-                top, top_at, top_phase = device, at, phase
+    top = -1
+    top_at = 0
+    most_beyond = 0
+    for at, _, _, level in levels(ledger):
+        total = sum(level.values())
+        most_beyond = max(most_beyond, beyond(level))
+        if total > top:
+            top = total
+            top_at = at
+    begun = {name: at for at, name in ledger.phases if at <= top_at}
     categories: Counter = Counter()
-    turn = max(
-        (at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None
-    )
-    alive = (
-        b
-        for b in ledger.blocks
-        if not b.host and b.born <= top_at and (b.died is None or b.died > top_at)
-    )
-    for block in sorted(alive, key=lambda b: -b.nbytes):
+    for block in alive_at(ledger, top_at):
         category = block.category
-        if category == "activations" and turn is not None and block.born < turn:
+        if category == "activations" and block.born < begun.get("backward", 0):
             category = "checkpoints"  # made in the forward, kept for the backward
         categories[category] += block.nbytes
+    blocks = ledger.blocks
+    on_host = accumulate(delta for index, delta in ledger.events if blocks[index].host)
     return Simulation(
-        peak_bytes=max(top, 0),
+        peak_bytes=top,
         beyond_bytes=top - categories["parameters"] - categories["gradients"],
-        most_beyond_bytes=most_beyond, host_peak_bytes=host_top, peak_phase=top_phase,
+        most_beyond_bytes=most_beyond, host_peak_bytes=max(on_host, default=0),
+        peak_phase=max(begun, key=begun.get, default="setup"),
         categories=dict(categories),
         flops={
             "matmul": dict(ledger.matmul_flops),
@@ -134,19 +122,13 @@ def _young_garbage():
 
     A look at all imported modules takes longer than many a step.
     """
-    ours = not gc.get_freeze_count()
-    off = not gc.isenabled()
-    if ours:
-        gc.freeze()
+    gc.freeze()
     gc.enable()  # a cycle holds its tensors until a look finds it
     try:
         yield
     finally:
         gc.collect()
-        if ours:
-            gc.unfreeze()
-        if off:
-            gc.disable()
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
@@ -197,7 +179,8 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     """Reasons why layers of a patched model run untiled here -> number of layers."""
     found = Counter()
     for module in layers_in(model):
-        pattern, known = attention.Pattern(softcap=module._hfpatch.traits.softcap), look(module)
+        pattern = attention.Pattern(softcap=module._hfpatch.traits.softcap)
+        known = look(module)
         unable = attention.supported(known.head_dim, dtype, torch.device("cpu"), pattern)
         found[known.reason or unable] += 1
     found.pop(None, None)
@@ -206,15 +189,16 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
 
 def _weights_to_host(model: nn.Module, follower: Follower) -> None:
     """Puts streamed frozen weights on the host before the step, and their slots on the device."""
-    for weights in (runtime.weights for runtime in runtimes_in(model) if runtime.weights.on):
+    streamed = [runtime.weights for runtime in runtimes_in(model) if runtime.weights.on]
+    for weights in streamed:
         weights.pack(layers_in(model), torch.device("cpu"))
         weights.make_slots()
         for slot in weights.ring.slots:
             follower.track(slot.bytes, category="parameters")
         with follower.host():
-            pieces = [piece for packed in weights.packed.values() for piece in packed.pieces]
-            for tensor in (piece.tensor for piece in pieces):
-                follower.track(tensor, category="parameters")
+            for packed in weights.packed.values():
+                for piece in packed.pieces:
+                    follower.track(piece.tensor, category="parameters")
 
 
 def _modules_named(model: nn.Module, follower: Follower):
@@ -277,9 +261,9 @@ def _steps(
         if stepper:
             follower.set_phase("optimizer")
             stepper.step()
-            for value in (v for state in stepper.state.values() for v in state.values()):
-                if isinstance(value, Tensor):
-                    follower.track(value, category="optimizer")
+            states = [value for state in stepper.state.values() for value in state.values()]
+            for tensor in tensors_in(states, []):
+                follower.track(tensor, category="optimizer")
             stepper.zero_grad()
 
 
@@ -293,7 +277,6 @@ def simulate(
     ids: Tensor | None = None,
     labels: Tensor | None = None,
     inputs: dict | None = None,
-    rounding: int = ROUNDING,
     cuda: bool = True,
     policy=None,
     ranks: int = 1,
@@ -306,40 +289,45 @@ def simulate(
     Args:
         model: patched or not, on any device ("meta" needs no memory). Its parameters are replaced
             while the steps run, and put back afterwards.
-        optimizer: a function from parameters to a torch optimizer, which each step steps. ids,
-        labels: [batch, seq_len] int64, real values. By default random tokens, each a label. inputs:
-        more real tensors for the model's forward. rounding, cuda, most_operations: as of Follower.
+        optimizer: a function from parameters to a torch optimizer, which each step steps.
+        ids, labels: [batch, seq_len] int64, real values. By default random tokens, each a label.
+        inputs: more real tensors for the model's forward.
+        cuda, most_operations: as of Follower.
         policy: of a patched model's tiled layers; by default they choose by this machine. No file
-        is
-            written: host blocks stand in.
+            is written: host blocks stand in.
         ranks: that share each row of a patched model. seq_len is this rank's part.
         accumulates: gradients of earlier batches exist as the first step begins.
         follower: makes the Follower from its settings.
     """
-    files = policy is not None and policy.tier == "disk"
-    policy = replace(policy, offload="host") if files else policy
-    # Beside files no gradient waits on the host, as it may beside the blocks that stand in.
-    parks = for_now(Checkpointing, parks_dx=False) if files else contextlib.nullcontext()
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", 32)
+    # [Step 1] What the step is given.
     if ids is None:
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", 32)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
-    was_training = model.training
-    model.train()
+    if labels is None:
+        labels = ids
+    inputs = inputs or {}
+    # [Step 2] The contexts in which it runs as on a GPU.
     mode = simulation_parts()[0](allow_non_fake_inputs=True)
     shadows = Shadows(mode)
-    follower = follower(
-        rounding=rounding, cuda=cuda, shadows=shadows, most_operations=most_operations
-    )
-    shares = contextlib.nullcontext()
+    follower = follower(cuda=cuda, shadows=shadows, most_operations=most_operations)
+    further = []
     if ranks > 1:
-        shares = sharded(LoneRank(ranks))
-        inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
+        further.append(sharded(LoneRank(ranks)))
+        inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **inputs}
+    files = policy is not None and policy.tier == "disk"
+    if files:
+        policy = replace(policy, offload="host")
+        # Beside files no gradient waits on the host, as it may beside the blocks that stand in.
+        further.append(for_now(Checkpointing, parks_dx=False))
     around = (
-        mode, _transformers_as_if_real(), _patched_as(model, policy, cuda), shares, parks,
+        mode, _transformers_as_if_real(), _patched_as(model, policy, cuda), *further,
         plain_scans(), scans_by_blocks(),
         few_blocks(follower), few_queries(follower), fake_weights(model, shadows),
     )  # fmt: skip
+    # [Step 3] The steps.
+    was_training = model.training
+    model.train()
     try:
         with _young_garbage(), contextlib.ExitStack() as stack:
             for context in around:
@@ -348,11 +336,8 @@ def simulate(
                 if accumulates and parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)
             with following(model, follower):
-                both = shadows.fake(ids), shadows.fake(ids if labels is None else labels)
-                more = {
-                    k: shadows.fake(v) if isinstance(v, Tensor) else v
-                    for k, v in (inputs or {}).items()
-                }
+                both = (shadows.fake(ids), shadows.fake(labels))
+                more = {name: shadows.fake(value) for name, value in inputs.items()}
                 _steps(model, follower, steps, optimizer, both, more)
             whole = _whole(model, next(model.parameters()).dtype)
     finally:
@@ -360,5 +345,6 @@ def simulate(
     result = summarize(follower.ledger)
     result.whole = whole
     result.rows = sum(not m._hfpatch.traits.all_timed for m in layers_in(model))
-    result.host_peak_bytes *= not files
+    if files:
+        result.host_peak_bytes = 0
     return result

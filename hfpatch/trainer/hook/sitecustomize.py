@@ -16,7 +16,8 @@ class Watch:
     """A finder of sys.meta_path that calls `then` with each watched module right after it ran."""
 
     def __init__(self, watched, then):
-        self.watched, self.then = watched, then
+        self.watched = watched
+        self.then = then
 
     def find_spec(self, name, path=None, target=None):
         """The other finders' spec of a watched module, with a changed loader; None for others."""
@@ -27,10 +28,9 @@ class Watch:
             find = getattr(finder, "find_spec", None)  # some of old packages have none
             spec = find and find(name, path, target)
             if spec is not None:
-                return self._watched(spec)
-        return None
-
-    def _watched(self, spec):
+                break
+        else:
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module):

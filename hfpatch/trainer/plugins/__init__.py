@@ -11,25 +11,19 @@ def apply_tiled(model, options: dict) -> Report:
     """`hfpatch.apply(model, **options)`, its report printed once a run.
 
     Raises:
-        ValueError: from `apply` and `expect_tiles`.
+        ValueError: from `apply`, or no layer was swapped: the training would be stock.
     """
     import hfpatch
 
     report = hfpatch.apply(model, **options)
-    if parse_checkpointing(options.get("checkpointing", "auto")).offload != "off":
-        expect_tiles(model, report)
+    off = parse_checkpointing(options.get("checkpointing", "auto")).offload == "off"
+    if not off and not report.count("checkpointing"):
+        reason = dict(report.skipped).get("checkpointing", "none there")
+        raise ValueError(
+            f"hfpatch: no layer of {type(model).__name__} runs tiled ({reason}). Leave the plugin "
+            'out, or set checkpointing to "off".'
+        )
     words = str(report)  # empty on ranks but the first
     if words and first_to_say(words):
         print(words, file=sys.stderr)
     return report
-
-
-def expect_tiles(model, report: Report) -> None:
-    """ValueError if no layer was swapped: the training would be stock."""
-    if report.count("checkpointing"):
-        return
-    name, reason = type(model).__name__, dict(report.skipped).get("checkpointing", "none there")
-    raise ValueError(
-        f"hfpatch: no layer of {name} runs tiled ({reason}). Leave the plugin out, or set "
-        'checkpointing to "off".'
-    )

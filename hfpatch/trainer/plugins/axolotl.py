@@ -75,9 +75,9 @@ class HFPatchPlugin(BasePlugin):
 
     def pre_model_load(self, cfg) -> None:
         """Refuses Axolotl's own kernels: a ValueError that names the first of them."""
-        came = next((name for name in RIVALS if cfg.get(name)), None)
-        if came is not None:
-            raise ValueError(f"hfpatch: {came} and hfpatch cannot be combined. Leave one out.")
+        for rival in RIVALS:
+            if cfg.get(rival):
+                raise ValueError(f"hfpatch: {rival} and hfpatch cannot be combined. Leave one out.")
 
     def post_model_load(self, cfg, model) -> None:
         """Patches the model. Raises ValueError where that changes no layer."""

@@ -57,10 +57,13 @@ def _refuse(engine, backend: str) -> None:
             f"hfpatch: verl's engine must be fsdp2, got {backend}. Set strategy=fsdp2, or drop "
             "hfpatch from external_lib."
         )
-    model, ranks = engine.model_config, engine.engine_config.ulysses_sequence_parallel_size
-    rival = next((name for name in RIVALS if getattr(model, name, False)), None)
-    if rival is not None:
-        raise ValueError(f"hfpatch: model.{rival} and hfpatch cannot be combined. Leave one out.")
+    model = engine.model_config
+    ranks = engine.engine_config.ulysses_sequence_parallel_size
+    for rival in RIVALS:
+        if getattr(model, rival, False):
+            raise ValueError(
+                f"hfpatch: model.{rival} and hfpatch cannot be combined. Leave one out."
+            )
     if ranks > 1:
         raise ValueError(
             f"hfpatch: ulysses_sequence_parallel_size must be 1, got {ranks}. Set it to 1."
@@ -78,7 +81,7 @@ def _shard(engine, build, module):
     from hfpatch.trainer import marks
     from hfpatch.trainer.plugins import apply_tiled
 
-    apply_tiled(module, dict(marks.settings().get("options", {})))
+    apply_tiled(module, marks.settings().get("options", {}))
     if engine.model_config.model_type == "language_model":
         causal = find_decoder(module).causal
         causal.forward = functools.partial(_scores, causal)
@@ -104,10 +107,11 @@ def _scores(causal, *, input_ids, temperature=1.0, shift_labels=None, return_dic
     if shift_labels is None:
         shift_labels = input_ids.roll(-1, -1)
     config = causal.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
     head = TrlHead(
         theirs=None, output=dict, outputs=("log_probs", "entropy"), temperature=float(temperature),
-        scale=1.0, softcap=getattr(config, "final_logit_softcapping", None), in_float32=False,
-        backbone=causal.base_model_prefix, text_config=config,
+        scale=1.0, softcap=softcap, in_float32=False, backbone=causal.base_model_prefix,
+        text_config=config,
     )  # fmt: skip
     kwargs |= {"input_ids": input_ids, "shift_labels": shift_labels}
     found = log_probs(causal, causal.get_output_embeddings(), head, kwargs)
