@@ -20,6 +20,7 @@ near the largest, and then multiplies by outer.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hfpatch.kernels._launch import _load, launch
 
@@ -140,6 +141,7 @@ def cross_entropy_fwd_kernel(
     p_row = logits_ptr + i_n * S
     p_out = outs_ptr + i_n
     label = tl.load(labels_ptr + i_n)
+    o_v = tl.arange(0, BLOCK)
     if label == ignore_index:
         for k in tl.static_range(K):
             tl.store(p_out + k * stride_outs, 0.0)
@@ -158,9 +160,8 @@ def cross_entropy_fwd_kernel(
         slack = 0.0  # sum of exp(z - outer top) (z - outer top)
         square = 0.0  # sum of exp(z - outer top)^2
         for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-            o_x = start + tl.arange(0, BLOCK)
-            m_v = o_x < V
-            b_x = tl.load(p_row + o_x, mask=m_v, other=-float("inf")).to(tl.float32)
+            m_v = start + o_v < V
+            b_x = tl.load(p_row + start + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
             b_u = _u(b_x, inner, SOFTCAP)
             if SOFTCAP:
                 b_u = tl.where(m_v, b_u, -float("inf"))
@@ -283,17 +284,29 @@ def forward_config(
 
 
 def cross_entropy_fwd(
-    logits, labels, outs, ignore_index, inner, outer, scale, smoothing, z_loss, best, grad
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    outs_KN: Tensor,
+    ignore_index: int,
+    inner: float,
+    outer: float,
+    scale: Tensor,
+    smoothing: float,
+    z_loss: float,
+    best: bool,
+    grad: bool,
 ) -> None:
     """Launches the forward. Arguments as `hfpatch::cross_entropy_chunk_`."""
-    N, V = logits.shape
-    K = len(outs)
-    itemsize = logits.element_size()
+    N, V = logits_NV.shape
+    K = len(outs_KN)
+    itemsize = logits_NV.element_size()
     block, num_warps, stages = forward_config(
         V * itemsize, itemsize, grad=grad, plain=K <= 4, bare=not inner and not smoothing
     )
-    args = logits, labels, scale, outs, logits.stride(0), V, outs.stride(0)
-    args += ignore_index, inner, outer, smoothing, z_loss
+    args = (
+        logits_NV, labels_N, scale, outs_KN, logits_NV.stride(0), V, outs_KN.stride(0),
+        ignore_index, inner, outer, smoothing, z_loss,
+    )  # fmt: skip
     constexprs = dict(
         K=K, BEST=best, GRAD=grad, SOFTCAP=inner != 0.0, SMOOTHING=smoothing != 0.0,
         BLOCK=block, STAGES=stages,
@@ -301,20 +314,20 @@ def cross_entropy_fwd(
     launch(cross_entropy_fwd_kernel, (N,), args, constexprs, num_warps=num_warps)
 
 
-def cross_entropy_bwd(logits, labels, factors, ignore_index, inner, outer) -> None:
+def cross_entropy_bwd(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    factors_KN: Tensor,
+    ignore_index: int,
+    inner: float,
+    outer: float,
+) -> None:
     """Launches the backward. Arguments as `hfpatch::cross_entropy_chunk_bwd_`."""
-    N, V = logits.shape
+    N, V = logits_NV.shape
     block, num_warps = block_and_warps(V)
     args = (
-        logits,
-        labels,
-        factors,
-        logits.stride(0),
-        V,
-        factors.stride(0),
-        ignore_index,
-        inner,
-        outer,
-    )
-    constexprs = dict(K=len(factors), SOFTCAP=inner != 0.0, BLOCK=block)
+        logits_NV, labels_N, factors_KN, logits_NV.stride(0), V, factors_KN.stride(0),
+        ignore_index, inner, outer,
+    )  # fmt: skip
+    constexprs = dict(K=len(factors_KN), SOFTCAP=inner != 0.0, BLOCK=block)
     launch(cross_entropy_bwd_kernel, (N,), args, constexprs, num_warps=num_warps)

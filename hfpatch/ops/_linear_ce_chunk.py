@@ -70,7 +70,17 @@ def _below(u_RV: Tensor, top_R: Tensor, outer: float) -> Tensor:
 
 
 def cross_entropy_chunk_plain_(
-    logits_CV, labels_C, outs_KC, ignore_index, inner, outer, scale, smoothing, z_loss, best, grad
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    outs_KC: Tensor,
+    ignore_index: int,
+    inner: float,
+    outer: float,
+    scale: Tensor,
+    smoothing: float,
+    z_loss: float,
+    best: bool,
+    grad: bool,
 ) -> None:
     """`hfpatch::cross_entropy_chunk_` in plain torch, in float32 (float64 for float64 logits)."""
     for rows, u_RV, ignored_R, labels_R1 in _tiles(logits_CV, labels_C, ignore_index, inner):
@@ -113,7 +123,12 @@ def loss_factors(
 
 
 def cross_entropy_chunk_bwd_plain_(
-    logits_CV, labels_C, factors_KC, ignore_index, inner, outer
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    factors_KC: Tensor,
+    ignore_index: int,
+    inner: float,
+    outer: float,
 ) -> None:
     """`hfpatch::cross_entropy_chunk_bwd_` in plain torch."""
     for rows, u_RV, ignored_R, labels_R1 in _tiles(logits_CV, labels_C, ignore_index, inner):

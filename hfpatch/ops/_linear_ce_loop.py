@@ -276,11 +276,11 @@ def prepare(
     """
     wanted = tuple(hidden.shape[:-1])
     found = tuple(labels.shape)
-    dtypes = [hidden.dtype, weight.dtype]
-    if bias is not None:
-        dtypes.append(bias.dtype)
+    b = weight if bias is None else bias
+    dtypes = hidden.dtype, weight.dtype, b.dtype
     cast = None if torch.float64 in dtypes[:2] else autocast_dtype(hidden.device.type)
-    fits = hidden.is_floating_point() and weight.is_floating_point()
+    inf = float("inf")
+    fits = hidden.is_floating_point() and weight.is_floating_point() and b.is_floating_point()
     if cast is None and len(set(dtypes)) > 1:
         fits = False
     refuse(
@@ -289,7 +289,7 @@ def prepare(
          "hidden must be [..., D] and weight [V, D], got {} and {}. Check the head",
          tuple(hidden.shape), tuple(weight.shape)),
         (bias is not None and bias.shape != weight.shape[:1],
-         "bias must have shape {}. Check the head", tuple(weight.shape[:1])),
+         "bias must have shape {}, got {}. Check the head", tuple(weight.shape[:1]), tuple(b.shape)),
         (not fits,
          "hidden, weight and bias must have one dtype, a floating-point one, got {}. Dequantise or "
          "cast them, or use torch.autocast", dtypes),
@@ -298,9 +298,15 @@ def prepare(
         (labels.dtype not in (torch.int64, torch.int32),
          "labels must be int64 or int32, got {}. For class probabilities use "
          "torch.nn.functional.cross_entropy", labels.dtype),
-        (not min(scale, temperature, softcap or 1.0) > 0.0 or softcap == 0.0,
-         "scale, temperature and softcap must be more than 0, got {}, {} and {}. Leave out what "
-         "you do not use", scale, temperature, softcap),
+        (shift and not wanted, "shift needs labels [..., T], got a scalar. Leave shift out"),
+        (num_valid is not None and num_valid < 0,
+         "num_valid must be 0 or more, got {}. Count the labels that are not ignore_index",
+         num_valid),
+        (not (0.0 < scale < inf and 0.0 < temperature < inf),
+         "scale and temperature must be finite and more than 0, got {} and {}. 1 leaves the logits "
+         "unscaled", scale, temperature),
+        (softcap is not None and not softcap > 0.0,
+         "softcap must be more than 0 or None, got {}. None turns it off", softcap),
     )  # fmt: skip
     if shift:
         labels = shift_labels(labels, ignore_index)

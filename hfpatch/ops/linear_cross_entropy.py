@@ -189,6 +189,11 @@ def linear_log_prob(
         shift=True)
     """
     # 1. The arguments.
+    names = LinearLogProbOutput._fields
+    outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    unknown = not outputs or set(outputs) - set(names)
+    message = "outputs must be among {}, got {}. Name at least one of them"
+    refuse("linear_log_prob", (unknown, message, ", ".join(names), outputs))
     hidden_ND, labels_N, opts = prepare(
         "linear_log_prob", hidden, weight, labels, bias, ignore_index=ignore_index, shift=shift,
         softcap=softcap, num_valid=num_valid, workspace_bytes=workspace_bytes, scale=scale,
@@ -205,14 +210,6 @@ def linear_log_prob(
     if best:
         values["is_top1"] = (outs_KN[-1] == labels_N) & (labels_N != ignore_index)
     return LinearLogProbOutput(**{n: values[n].view(labels.shape) for n in outputs})
-
-
-def _losses(out, smoothing: float, z_loss: float) -> Tensor:
-    """The loss of each token."""
-    loss = z_loss * out.lse.square() - (1.0 - smoothing) * out.log_prob
-    if smoothing:
-        loss = loss + smoothing * (out.lse - out.mean_logit)
-    return loss
 
 
 def linear_cross_entropy_ref(
@@ -232,16 +229,22 @@ def linear_cross_entropy_ref(
     """linear_cross_entropy in plain torch, with any number of derivatives: the oracle in float64."""
     if shift:
         labels = shift_labels(labels, ignore_index)
-    out = linear_log_prob_ref(
-        hidden, weight, labels, bias=bias, softcap=softcap, ignore_index=ignore_index
+    z = F.linear(hidden, weight, bias)
+    z = z.to(wide_dtype(z.dtype)).reshape(-1, z.shape[-1])
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    labels_N = labels.reshape(-1).long()
+    keep_N = labels_N != ignore_index
+    token_loss_N = F.cross_entropy(
+        z, labels_N, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
-    token_loss = _losses(out, label_smoothing, z_loss)
+    token_loss_N = token_loss_N + z_loss * (z.logsumexp(-1) * keep_N).square()
     if reduction == "none":
-        return token_loss
-    total = token_loss.sum()
+        return token_loss_N.reshape(labels.shape)
+    total = token_loss_N.sum()
     if num_items is not None:
         return total / num_items
-    return total / (labels != ignore_index).sum() if reduction == "mean" else total
+    return total / keep_N.sum() if reduction == "mean" else total
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -352,6 +355,7 @@ def linear_cross_entropy(
          'num_items does not go with reduction="none". Divide the result, or ask for a sum'),
         (not 0.0 <= label_smoothing <= 1.0,
          "label_smoothing must be from 0 to 1, got {}. 0 turns it off", label_smoothing),
+        (not z_loss >= 0.0, "z_loss must be 0 or more, got {}. 0 turns it off", z_loss),
     )  # fmt: skip
     options: dict = {
         "softcap": softcap, "ignore_index": ignore_index, "num_valid": num_valid, "shift": shift,
@@ -372,7 +376,9 @@ def linear_cross_entropy(
     if reduction == "none" or opts.dtype == torch.float16:
         outputs = ("log_prob", "lse", "mean_logit") if label_smoothing else ("log_prob", "lse")
         out = linear_log_prob(hidden, weight, labels, bias=bias, outputs=outputs, **options)
-        loss = _losses(out, label_smoothing, z_loss)
+        loss = z_loss * out.lse.square() - (1.0 - label_smoothing) * out.log_prob
+        if label_smoothing:
+            loss = loss + label_smoothing * (out.lse - out.mean_logit)
         return loss if reduction == "none" else loss.sum() / total_by
     # 4. A scalar: its gradients are computed now.
     numbers = {"smoothing": label_smoothing, "z_loss": z_loss}

@@ -158,6 +158,7 @@ def test_runs_outside_a_compiled_graph(case):
         ({"num_valid": -1}, "num_valid"),
         ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"softcap": 0.0}, "softcap"),
+        ({"z_loss": -1.0}, "z_loss"),
         ({"workspace_bytes": 100}, "workspace_bytes"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -172,6 +173,8 @@ def test_wrong_arguments_are_named(change, message):
     call["labels"] = torch.tensor(call["labels"])
     with pytest.raises(ValueError, match=f"hfpatch: .*{message}"):
         linear_cross_entropy(call.pop("hidden"), call.pop("weight"), call.pop("labels"), **call)
+    with pytest.raises(ValueError, match="scalar"):
+        linear_cross_entropy(torch.zeros(4), torch.zeros(11, 4), torch.tensor(1), shift=True)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 3])
