@@ -59,6 +59,7 @@ _TOO_LATE = {
     "ScriptModule": "torch.jit.script()",
     "ShadowLayer": "get_peft_model() with a ShadowConfig",
 }
+_ENGINES = ("torch", "deepspeed", "accelerate", "peft")
 # Modules of Lightning and Fabric hold a model, and may expose its config as their own.
 _LOOPS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -69,12 +70,11 @@ def _refuse_wrapped(model: nn.Module) -> None:
     """
     for module in model.modules():
         for kind in type(module).__mro__:
-            home = kind.__module__.split(".")[0]
-            if kind.__name__ in _TOO_LATE and home in ("torch", "deepspeed", "accelerate", "peft"):
-                late, came = _TOO_LATE[kind.__name__], type(module).__name__
+            late = _TOO_LATE.get(kind.__name__)
+            if late is not None and kind.__module__.split(".")[0] in _ENGINES:
                 raise ValueError(
-                    f"hfpatch: apply() must run before {late}, got {came}. Call apply() before "
-                    f"{late}."
+                    f"hfpatch: apply() must run before {late}, got {type(module).__name__}. Call "
+                    f"apply() before {late}."
                 )
         _refuse_liger(module)
     hooks = filter(None, map(engine_hook, model.modules()))
@@ -92,7 +92,7 @@ def _refuse_liger(module: nn.Module) -> None:
     """Raises ValueError for a module of Liger, or with a forward of Liger's."""
     forward = vars(module).get("forward")
     code = getattr(forward, "__func__", forward)
-    homes = type(module).__module__, getattr(code, "__module__", None) or ""
+    homes = (type(module).__module__, getattr(code, "__module__", None) or "")
     if any(home.split(".")[0] == "liger_kernel" for home in homes):
         raise ValueError(
             "hfpatch: the modules must be transformers' own, got Liger's in "
@@ -108,14 +108,12 @@ class _WithoutLiger(Turn):
 
     def __init__(self, modules):
         super().__init__()
-        self.modules = [weakref.ref(module) for module in modules]
+        self.modules = weakref.WeakSet(modules)
 
     def __enter__(self):
         if graph_task() == -1:  # no backward, which enters once for each layer
-            for reference in self.modules:
-                module = reference()
-                if module is not None:
-                    _refuse_liger(module)
+            for module in self.modules:
+                _refuse_liger(module)
         return super().__enter__()
 
 
@@ -124,20 +122,13 @@ def _unpin(module: nn.Module) -> None:
 
     accelerate leaves the first when it unwraps a model; its mixed precision leaves the second.
     """
-    forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
+    forward = vars(module).get("forward")
+    inner = forward_before_wrapping(module)
     own = type(module).forward
     if getattr(forward, "__func__", None) is own:
         del module.forward
     elif getattr(inner, "__func__", None) is own and is_patched(module):
         drop_wrapped_forward(module)
-
-
-def _base_config(model: nn.Module):
-    config = getattr(model, "config", None)
-    loops = any(kind.__module__.split(".")[0] in _LOOPS for kind in type(model).__mro__)
-    if loops or not hasattr(config, "model_type"):
-        raise not_a_model(model)
-    return config
 
 
 @names_the_nearest
@@ -208,14 +199,16 @@ def apply(
 
 def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) -> Report:
     _refuse_wrapped(model)
-    config = _base_config(model)
+    loops = any(kind.__module__.split(".")[0] in _LOOPS for kind in type(model).__mro__)
+    if loops or not hasattr(getattr(model, "config", None), "model_type"):
+        raise not_a_model(model)
     undo(model)
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
             "hfpatch: the model must have a list of decoder layers, and none was found in "
-            f"{type(model).__name__} ({config.model_type}). Call apply() on a causal language "
-            "model of transformers."
+            f"{type(model).__name__} ({model.config.model_type}). Call apply() on a causal "
+            "language model of transformers."
         )
     report = Report(type(model).__name__)
     notes.grow_segments()
@@ -233,14 +226,11 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
             )
     report.skipped += [(name, "not asked for") for name in FUSED if not switches[name]]
     if any(option in FUSED for option, _, _ in report.swaps):
-        runs = (
-            "Triton kernels on a GPU, as plain PyTorch on a CPU"
-            if HAS_TRITON
-            else "plain PyTorch: Triton is not installed"
-        )
+        runs = "plain PyTorch: Triton is not installed"
+        if HAS_TRITON:
+            runs = "Triton kernels on a GPU, as plain PyTorch on a CPU"
         report.notes.append(f"fused ops run as {runs}.")
-    first = decoder.layers[0].modules() if len(decoder.layers) else ()
-    turn = _WithoutLiger([model, decoder.causal or model, *first])
+    turn = _WithoutLiger([model, decoder.causal or model, *decoder.layers[0].modules()])
     swaps.checkpoint(decoder, settings, found, turn, report)
     swaps.checkpoint_towers(model, decoder, settings, turn, report)
     if report.count("loss") and logits is not True:

@@ -47,23 +47,17 @@ class Report:
         if os.environ.get("RANK", "0") != "0":
             return ""
         lines = [f"hfpatch on {self.model}:"]
-        for option in dict.fromkeys(o for o, _, _ in self.swaps):
+        swapped = dict.fromkeys(option for option, _, _ in self.swaps)
+        for option in swapped:
             kinds = ", ".join(f"{n} x {name}" for o, name, n in self.swaps if o == option)
-            left = [reason for o, reason in self.skipped if o == option]
-            lines.append(
-                f"  {option:<13} {kinds}" + (f"; others stay stock: {left[0]}" if left else "")
-            )
-        told = {o for o, _, _ in self.swaps}
-        lines += [
-            f"  {option:<13} stays stock: {reason}"
-            for option, reason in self.skipped
-            if option not in told
-        ]
+            others = [f"; others stay stock: {why}" for o, why in self.skipped if o == option]
+            lines.append(f"  {option:<13} {kinds}{''.join(others[:1])}")
+        for option, why in self.skipped:
+            if option not in swapped:
+                lines.append(f"  {option:<13} stays stock: {why}")
+        notes = self.notes
         room = LINES - len(lines)
-        lines += [
-            f"  {note}"
-            for note in (self.notes if len(self.notes) <= room else self.notes[: room - 1])
-        ]
-        if len(self.notes) > room:
-            lines.append(f"  {len(self.notes) - room + 1} more in report.notes")
+        if len(notes) > room:
+            notes = [*notes[: room - 1], f"{len(notes) - room + 1} more in report.notes"]
+        lines += [f"  {note}" for note in notes]
         return "\n".join(lines)

@@ -32,7 +32,6 @@ from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
 from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead
 from hfpatch.parts import parts, rotation
-from hfpatch.parts.embedding import FreeEmbedding
 from hfpatch.report import Report
 
 # option -> (ending of the class names that a part may replace, the function that finds the part)
@@ -49,7 +48,7 @@ def fuse_parts(decoder: Decoder, option: str, report: Report) -> None:
     for module in decoder.stack.modules():
         if not type(module).__name__.endswith(ending) or is_patched(module):
             continue
-        found = part_of(module)
+        found = replaced_forward(module) or part_of(module)
         if isinstance(found, str):
             left[type(module).__name__, found] += 1
             continue
@@ -124,13 +123,13 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         _swap_layer(layer, TiledLayer, Patched(answer, configs, runtime, index))
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
-        fuse(stack.embed_tokens, nn.Embedding, FreeEmbedding)
+        fuse(stack.embed_tokens, nn.Embedding, parts.FreeEmbedding)
         # A family's own embedding scales its output. A plain one remains here if another library
         # replaced its forward (accelerate's hooks, tensor parallelism). A parametrized one keeps
         # its class.
         rest = stack.embed_tokens
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_patched(rest):
-            swap(rest, FreeEmbedding)
+            swap(rest, parts.FreeEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     notes.note_layers(decoder, settings, found, report)
 

@@ -79,10 +79,8 @@ def supported(
     if pattern.softcap is not None:
         return "no kernel caps scores and has a backward of its own"
     if dtype not in HALF:
-        if pattern.documents is not None:
-            return "kernels for packed documents take fp16 or bf16"
-        if pattern.window is not None:
-            return "kernels for a window take fp16 or bf16"
+        if pattern.documents is not None or pattern.window is not None:
+            return "kernels for packed documents or a window take fp16 or bf16"
         return None
     if head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8"
@@ -98,26 +96,23 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
     """
     if backend == "blocks":
         return backend
-    if backend == "cpu":
-        return "blocks" if pattern.window is not None or pattern.softcap is not None else backend
-    if supported(q.shape[3], q.dtype, q.device, pattern):
+    if backend == "cpu" and pattern.window is None and pattern.softcap is None:
+        return backend
+    if backend == "cpu" or supported(q.shape[3], q.dtype, q.device, pattern):
         return "blocks"
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
-    # cuDNN and FA3 were not compared at the head dims that _widened makes. FA2 takes any multiple
-    # of 8.
-    return "flash" if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3") else backend
+    if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3"):
+        # These were not compared at the head dims that _widened makes. FA2 takes any multiple of 8.
+        return "flash"
+    return backend
 
 
-def _kernel_width(q: Tensor, v: Tensor) -> int:
-    """The head dim at which kernels run q, k and v of different ones: a multiple of 8."""
-    return -(-max(q.shape[3], v.shape[3]) // 8) * 8
-
-
-def _widened(xs: list[Tensor], width: int) -> list[Tensor]:
-    """The tensors padded with zeros to `width` columns."""
+def _widened(xs: list[Tensor]) -> list[Tensor]:
+    """The tensors padded with zeros to one head dim, a multiple of 8."""
+    width = -(-max(x.shape[3] for x in xs) // 8) * 8
     missing = [width - x.shape[3] for x in xs]
     return [nn.functional.pad(x, (0, n)) if n else x for x, n in zip(xs, missing)]
 
@@ -153,7 +148,9 @@ def _packed_backward(
 
 def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
     """lse as a view [B, H, T]. Packed kernels return [H, N], cuDNN [B, H, T, 1]; some pad T."""
-    lse = lse.unflatten(1, (B, T)).transpose(0, 1) if lse.dim() == 2 else lse[:, :, :T]
+    if lse.dim() == 2:
+        return lse.unflatten(1, (B, T)).transpose(0, 1)
+    lse = lse[:, :, :T]
     return lse.squeeze(3) if lse.dim() == 4 else lse
 
 
@@ -192,7 +189,7 @@ def attention_forward(
             qkv = [x.contiguous() for x in qkv]
         width = v_BTKE.shape[3]
         if q_BTHE.shape[3] != width:
-            qkv = _widened(qkv, _kernel_width(q_BTHE, v_BTKE))
+            qkv = _widened(qkv)
         if chosen == "fa2":
             out, lse, state = _fa2_forward(*qkv, pattern, scale)
         elif pattern.documents is not None:
@@ -230,19 +227,15 @@ def attention_backward(
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
-        qkv = [q, k, v]
         # dout and out are contiguous on every path. FA2 would copy other layouts itself. cuDNN's
         # plans are cached by the strides of q, k and v alone in torch up to 2.13
         # (aten/native/cudnn/MHA.cpp); later versions expect q's layout in both.
-        ends = [dout_BTHE.contiguous(), out.contiguous()]
+        given = [dout_BTHE.contiguous(), q, k, v, out.contiguous()]
         if chosen == "cudnn" or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-            qkv = [x.contiguous() for x in qkv]
+            given = [x.contiguous() for x in given]
         widens = q.shape[3] != v.shape[3]
         if widens:
-            width = _kernel_width(q, v)
-            qkv = _widened(qkv, width)
-            ends = _widened(ends, width)
-        given = [ends[0], *qkv, ends[1]]
+            given = _widened(given)
         if chosen == "fa2":
             grads = _fa2_backward(*given, lse, state, pattern, scale)
         elif pattern.documents is not None:
@@ -258,5 +251,7 @@ def attention_backward(
     # bfloat16 has float32's range: products lose bits but do not underflow.
     wide = out.dtype if out.dtype == torch.bfloat16 else lse.dtype
     delta_BTH = (dout_BTHE.to(wide) * out.to(wide)).sum(-1, dtype=lse.dtype)
-    share_BHT = torch.exp(sinks_H.to(lse.dtype)[:, None] - _per_head(lse, *q.shape[:2]))
-    return *grads, -(share_BHT * _turned(delta_BTH)).sum((0, 2)).to(sinks_H.dtype)
+    lse_BHT = _per_head(lse, *q.shape[:2])
+    share_BHT = torch.exp(sinks_H.to(lse.dtype)[:, None] - lse_BHT)
+    dsinks_H = -(share_BHT * _turned(delta_BTH)).sum((0, 2))
+    return *grads, dsinks_H.to(sinks_H.dtype)

@@ -11,14 +11,8 @@ B batch, T tokens, H query heads, K key-value heads, E head dim. A kernel's tens
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hfpatch.attention.efficient import (
-    efficient_backward,
-    efficient_forward,
-    for_each_head,
-    of_groups,
-)
 from hfpatch.compat import aten, flash3
 
 HALF = (torch.float16, torch.bfloat16)
@@ -32,16 +26,30 @@ FEW_LENGTHS = 4
 # All tensors are [B, heads, T, E] views. `state`: the generator's state, unused without dropout.
 
 
+def _for_each_head(H: int, x_BKTE):
+    """k or v repeated to H query heads, for kernels without grouped heads."""
+    repeat = H // x_BKTE.shape[1]
+    return x_BKTE if repeat == 1 else x_BKTE.repeat_interleave(repeat, 1)
+
+
+def _of_groups(K: int, dx_BHTE):
+    """dk or dv of K heads, summed over the copies that _for_each_head made."""
+    return dx_BHTE if dx_BHTE.shape[1] == K else dx_BHTE.unflatten(1, (K, -1)).sum(2)
+
+
 def _cpu_forward(q, k, v, scale):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     return out, lse, ()
 
 
 def _cpu_backward(dout, q, k, v, out, lse, state, scale):
+    K = k.shape[1]
+    k = _for_each_head(q.shape[1], k)
+    v = _for_each_head(q.shape[1], v)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, *for_each_head(q, k, v), out, lse, 0.0, True, scale=scale
+        dout, q, k, v, out, lse, 0.0, True, scale=scale
     )
-    return dq, *of_groups(k.shape[1], dk, dv)
+    return dq, _of_groups(K, dk), _of_groups(K, dv)
 
 
 def _flash_forward(q, k, v, scale, aten=aten):
@@ -72,13 +80,37 @@ def _cudnn_backward(dout, q, k, v, out, lse, state, scale):
     )
 
 
+# Torch's memory-efficient attention (Rabe and Staats, 2021; xFormers' kernel) takes any dtype but
+# float64, and head dims that are multiples of 8.
+def _efficient_forward(q, k, v, scale):
+    k = _for_each_head(q.shape[1], k)
+    v = _for_each_head(q.shape[1], v)
+    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, True, scale=scale
+    )
+    return out, lse, (seed, offset)
+
+
+def _efficient_backward(dout, q, k, v, out, lse, state, scale):
+    K = k.shape[1]
+    k = _for_each_head(q.shape[1], k)
+    v = _for_each_head(q.shape[1], v)
+    # The kernel pads its lse to blocks of 32 tokens; the lse of a document is not padded.
+    missing = -lse.shape[2] % 32
+    lse = nn.functional.pad(lse, (0, missing), value=float("inf"))
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, k, v, None, out, lse, *state, 0.0, [True, True, True, False], True, scale=scale
+    )
+    return dq, _of_groups(K, dk), _of_groups(K, dv)
+
+
 # attention.py chooses the kernel for documents, windows and soft caps.
 BACKENDS = {
     "cpu": (_cpu_forward, _cpu_backward),
     "flash": (_flash_forward, _flash_backward),
     "fa3": (lambda *x: _flash_forward(*x, flash3()), lambda *x: _flash_backward(*x, flash3())),
     "cudnn": (_cudnn_forward, _cudnn_backward),
-    "efficient": (efficient_forward, efficient_backward),
+    "efficient": (_efficient_forward, _efficient_backward),
 }
 # The fastest kernel of a compute capability; "flash" on every other one. On an H100 cuDNN's forward
 # runs at 539 TFLOP/s, FlashAttention-2's at 335 (published). torch prefers cuDNN on the same two.

@@ -15,7 +15,7 @@ BLOCK_BYTES = 64 << 20  # of one block of scores
 
 
 def _blocks(q_BTHE, pattern: Pattern):
-    """Yields (range of queries, range of the keys that they can see)."""
+    """Yields (a slice of the queries, the slice of the keys that they can see)."""
     B, T, H, _ = q_BTHE.shape
     rows = max(1, min(T, BLOCK_BYTES // (8 * B * H * T)))
     window = pattern.window
@@ -26,12 +26,10 @@ def _blocks(q_BTHE, pattern: Pattern):
     for a in range(0, T, rows):
         b = min(a + rows, T)
         first = 0 if window is None else max(0, a - window + 1)
-        yield range(a, b), range(first, b)
+        yield slice(a, b), slice(first, b)
 
 
-def _block_scores(
-    q, k, pattern: Pattern, scale: float, queries: range, keys: range, B: int, T: int
-):
+def _block_scores(q, k, pattern: Pattern, scale: float, queries: slice, keys: slice, T: int):
     """(scores [B, K, repeat, queries, keys] capped and masked, the cap's derivative or None)."""
     scores = torch.einsum("bqkre,bske->bkrqs", q, k) * scale
     slope = None
@@ -39,8 +37,9 @@ def _block_scores(
         bent = torch.tanh(scores / pattern.softcap)
         scores = pattern.softcap * bent
         slope = 1 - bent * bent
-    allowed = pattern.allowed(queries, keys, B, T, q.device)
-    return scores.masked_fill(~allowed[:, :, None], torch.finfo(scores.dtype).min), slope
+    hidden = ~pattern.allowed(queries, keys, len(q), T, q.device)
+    least = torch.finfo(scores.dtype).min
+    return scores.masked_fill(hidden[:, :, None], least), slope
 
 
 def _grouped(x_BtHE, K: int, dtype):
@@ -54,12 +53,11 @@ def blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
     dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
     out = q_BTHE.new_empty(B, T, H, v_BTKE.shape[3])
     lse = q_BTHE.new_empty(B, H, T, dtype=dtype)
-    for queries, keys in _blocks(q_BTHE, pattern):
-        rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+    for rows, seen in _blocks(q_BTHE, pattern):
         q = _grouped(q_BTHE[:, rows], K, dtype)
         k = k_BTKE[:, seen].to(dtype)
         v = v_BTKE[:, seen].to(dtype)
-        scores, _ = _block_scores(q, k, pattern, scale, queries, keys, B, T)
+        scores, _ = _block_scores(q, k, pattern, scale, rows, seen, T)
         block_lse = scores.logsumexp(-1)  # [B, K, repeat, queries]
         p = (scores - block_lse[..., None]).exp()
         out[:, rows] = torch.einsum("bkrqs,bske->bqkre", p, v).flatten(2, 3)
@@ -68,18 +66,19 @@ def blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
 
 
 def blocks_backward(dout, q_BTHE, k_BTKE, v_BTKE, out, lse, state, pattern: Pattern, scale: float):
-    B, T, _, _ = q_BTHE.shape
+    T = q_BTHE.shape[1]
     K = k_BTKE.shape[2]
     dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
     dq = torch.empty_like(q_BTHE)
     dk = k_BTKE.new_zeros(k_BTKE.shape, dtype=dtype)
     dv = v_BTKE.new_zeros(v_BTKE.shape, dtype=dtype)
-    for queries, keys in _blocks(q_BTHE, pattern):
-        rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
-        q, do, o = (_grouped(x[:, rows], K, dtype) for x in (q_BTHE, dout, out))
+    for rows, seen in _blocks(q_BTHE, pattern):
+        q = _grouped(q_BTHE[:, rows], K, dtype)
+        do = _grouped(dout[:, rows], K, dtype)
+        o = _grouped(out[:, rows], K, dtype)
         k = k_BTKE[:, seen].to(dtype)
         v = v_BTKE[:, seen].to(dtype)
-        scores, slope = _block_scores(q, k, pattern, scale, queries, keys, B, T)
+        scores, slope = _block_scores(q, k, pattern, scale, rows, seen, T)
         block_lse = lse[:, :, rows].to(dtype).unflatten(1, (K, -1))
         p = (scores - block_lse[..., None]).exp()
         dv[:, seen] += torch.einsum("bkrqs,bqkre->bske", p, do)

@@ -10,7 +10,6 @@ B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads o
 """
 
 from collections import namedtuple
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,18 +22,9 @@ from hfpatch.budget.cuts import heads_per_group
 MOST_ELEMENTS = 1 << 31
 
 
-# One attention call in a layer's forward: its context.current.Call (scale, pattern, sinks), this
-# process's groups (query heads and KV heads of each), the kernel.
-Heads = namedtuple("Heads", "call groups backend")
-
-
-def _options(of: Heads, hs: slice) -> dict:
-    """The keywords of attention_forward and attention_backward for a group of query heads."""
-    sinks = of.call.sinks_H
-    return {
-        "scale": of.call.scale, "pattern": of.call.pattern, "backend": of.backend,
-        "sinks_H": None if sinks is None else sinks[hs],
-    }  # fmt: skip
+# One attention call in a layer's forward: this process's groups (query heads and KV heads of each),
+# its sinks, the kernel's options, and the kernel's state for the backward.
+Heads = namedtuple("Heads", "groups sinks_H options state")
 
 
 def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
@@ -56,11 +46,11 @@ def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
     repeat = H // K
     groups = []
     for a in range(0, K, width):
-        groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
+        b = a + width
+        groups.append((slice(a * repeat, b * repeat), slice(a, b)))
     return groups
 
 
-@dataclass(eq=False)
 class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state for the
     backward.
@@ -68,10 +58,10 @@ class Attention:
     wide: all heads form one group, below MOST_ELEMENTS.
     """
 
-    wide: bool = False
-    heads: list[Heads] = field(default_factory=list)
-    states: list = field(default_factory=list)
-    mixers: list = field(default_factory=list)
+    def __init__(self, wide: bool = False):
+        self.wide = wide
+        self.heads: list[Heads] = []
+        self.mixers: list = []
 
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor]
@@ -88,14 +78,15 @@ class Attention:
             outs: out [B, T, H, E] of every call, then the mixers' outputs [B, T, D].
             lses: one per call.
         """
-        self.heads, self.states = [], []
+        self.heads = []
         self.mixers = mixers
-        outs, lses = [], []
+        outs = []
+        lses = []
         for call, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
-            heads = Heads(call, groups_of(q, k.shape[2], self.wide), pick(q))
-            out, lse, state = attention_forward(q, k, v, **_options(heads, slice(None)))
-            self.heads.append(heads)
-            self.states.append(state)
+            groups = groups_of(q, k.shape[2], self.wide)
+            options = {"scale": call.scale, "pattern": call.pattern, "backend": pick(q)}
+            out, lse, state = attention_forward(q, k, v, sinks_H=call.sinks_H, **options)
+            self.heads.append(Heads(groups, call.sinks_H, options, state))
             outs.append(out)
             lses.append(lse)
         for mixer, x in zip(mixers, parts[3 * len(asked) :]):
@@ -139,7 +130,8 @@ class Attention:
                     # of a new tensor, by which torch 2.14 keeps cuDNN's plans.
                     part = lse[hs] if lse.dim() == 2 else lse[:, hs]
                     given.append(part.clone(memory_format=torch.contiguous_format))
-                grads = attention_backward(*given, self.states[n], **_options(heads, hs))
+                sinks = None if heads.sinks_H is None else heads.sinks_H[hs]
+                grads = attention_backward(*given, heads.state, sinks_H=sinks, **heads.options)
                 del given
                 for i, like, part, grad in zip(range(3), (q, k, v), (hs, ks, ks), grads):
                     i += 3 * n
@@ -157,6 +149,7 @@ class Attention:
             q = k = v = out = lse = None
         n = len(self.heads)
         for i, mixer in enumerate(self.mixers, 3 * n):
-            into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
+            if into[i] is None:
+                into[i] = torch.empty_like(parts[i])
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
         return dsinks

@@ -48,18 +48,19 @@ class Pattern:
     @property
     def plain(self) -> bool:
         """Whether every row is one causal sequence."""
-        said = self.documents, self.window, self.softcap, self.blind_BT
-        return all(x is None for x in said)
+        return all(x is None for x in vars(self).values())
 
-    def allowed(self, queries: range, keys: range, B: int, T: int, device) -> Tensor:
-        """bool [B or 1, 1, queries, keys]: whether a query sees a key."""
-        q, k = (torch.arange(r.start, r.stop, device=device) for r in (queries, keys))
-        allowed = (k <= q[:, None])[None]
+    def allowed(self, queries, keys, B: int, T: int, device) -> Tensor:
+        """bool [B or 1, 1, queries, keys]: whether a query sees a key. queries, keys: ranges or
+        slices."""
+        q = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        k = torch.arange(keys.start, keys.stop, device=device)
+        allowed = (k <= q)[None]
         if self.window is not None:
-            allowed = allowed & (k > q[:, None] - self.window)
+            allowed = allowed & (k > q - self.window)
         if self.documents is not None:
             of_BT = self.documents.numbers(B, T)
-            allowed = allowed & (of_BT[:, q][:, :, None] == of_BT[:, k][:, None])
+            allowed = allowed & (of_BT[:, q] == of_BT[:, None, k])
         return allowed[:, None]
 
 

@@ -5,20 +5,19 @@ import os
 import re
 
 
-def environment_number(name: str, default, least: int = 0, most: int | None = None):
+def environment_number(name: str, default, least: int = 0):
     """A whole number from the environment, or the default if it is not set. ValueError for anything
     else.
     """
     text = os.environ.get(name)
     if text is None:
         return default
-    number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
-    if number is None or number < least or most is not None and number > most:
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < least:
         raise ValueError(
             f"hfpatch: {name} in the environment must be a whole number, "
-            f"{range_words(least, most)}, got {text!r}. Correct or unset it."
+            f"{range_words(least, None)}, got {text!r}. Correct or unset it."
         )
-    return number
+    return int(text)
 
 
 def beyond(number, end, sign: int) -> bool:
@@ -39,7 +38,8 @@ def range_words(least, most) -> str:
 def parse_length(text) -> int:
     """Tokens from "8192", "131,072", "128k" (131,072) or "1M" (1,048,576). ValueError for anything else."""
     number = str(text).strip().lower().replace("_", "")
-    number = number.replace(",", "") if re.fullmatch("[0-9]{1,3}(,[0-9]{3})+", number) else number
+    if re.fullmatch("[0-9]{1,3}(,[0-9]{3})+", number):
+        number = number.replace(",", "")
     factor = {"k": 1 << 10, "m": 1 << 20}.get(number[-1:], 1)
     digits = number[:-1] if factor > 1 else number
     if not re.fullmatch("[0-9]{1,13}", digits) or not 0 < int(digits) * factor < 1 << 40:

@@ -90,12 +90,8 @@ class Kind:
 
     @property
     def cost(self) -> float:
-        """The most bytes per token of a layer that keeps all."""
+        """The most bytes per token of a layer that keeps all, 0 if nothing is known of it."""
         return UNTRIED * self.graph if self.kept is None else self.kept
-
-    @property
-    def known(self) -> bool:
-        return self.kept is not None or self.graph > 0
 
 
 @dataclass
@@ -251,7 +247,7 @@ def _keep_last_layers(plan: StepPlan, call: Call, kinds: dict, rows: int, room: 
         if name is None:
             continue
         kind = kinds[name]
-        if not kind.known or kind.kept is None and name in tried:
+        if not kind.cost or kind.kept is None and name in tried:
             working = plan.working
             continue
         tried.add(name)

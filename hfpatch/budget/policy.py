@@ -94,8 +94,7 @@ class Checkpointing:
             once. "gate_up": the MLP's gate and up too; a number: in so many of the first layers.
             "input": nothing more.
         plain: how many of the last layers run without any checkpointing: they keep everything that
-            autograd saves, and nothing in them runs again. None do if frozen weights wait on the
-            host.
+            autograd saves, and nothing in them runs again.
         aim: the "fastest" step that fits, or "least" device memory: the smallest tiles, and
             attention's backward by groups of heads.
 
@@ -130,9 +129,18 @@ class Checkpointing:
                 raise ValueError(
                     f'hfpatch: {name} must be "auto" or {wanted}, got {value!r}. Leave it "auto".'
                 )
+        if self.frozen_weights == "host" and self.plain not in ("auto", 0):
+            raise ValueError(
+                f'hfpatch: plain must be 0 with frozen_weights="host", got {self.plain}: layers '
+                'that are not checkpointed keep their weights. Leave plain "auto".'
+            )
         if self.aim not in AIMS:
             raise ValueError(
                 f"hfpatch: aim must be one of {', '.join(AIMS)}, got {self.aim!r}. Leave it out."
+            )
+        if self.offload == "off" and self.words() != ["off"]:
+            raise ValueError(
+                'hfpatch: checkpointing "off" takes no fields, and got some. Leave them out.'
             )
 
     def words(self) -> list[str]:
@@ -194,11 +202,10 @@ def parse_checkpointing(value) -> Checkpointing:
     Args:
         value: a Checkpointing, or its fields in a dict; "auto", "least", "off", or a place ("gpu",
             "host", a directory). A command line also names fields, alone or after a word:
-            "least,tile=4096,keep=gate_up". A list of such texts is read as one. Of a field that
-            comes twice the last value counts.
+            "least,tile=4096,keep=gate_up". A list of such texts is read as one.
 
     Raises:
-        ValueError: anything else, or an unknown field.
+        ValueError: anything else, an unknown field, or a field that comes twice.
     """
     if isinstance(value, Checkpointing):
         return value
@@ -208,7 +215,12 @@ def parse_checkpointing(value) -> Checkpointing:
     fields: dict = {}
     for text in texts:
         for word in re.split(_NEXT, str(text)):
-            fields |= _field(word)
+            for name, given in _field(word).items():
+                if fields.setdefault(name, given) != given:
+                    raise ValueError(
+                        f"hfpatch: checkpointing names {name} twice, got {fields[name]!r} and "
+                        f"{given!r}. Leave one out."
+                    )
     return Checkpointing(**fields)
 
 
@@ -223,6 +235,11 @@ def _field(word: str) -> dict:
     name, _, text = word.partition("=")
     name = name.replace("-", "_")
     refuse_unknown([name], Checkpointing.__dataclass_fields__, "a field of checkpointing")
+    if not text:
+        raise ValueError(
+            f"hfpatch: a field of checkpointing must be FIELD=VALUE, got {word!r}. Write "
+            "offload=host, for example."
+        )
     return {name: text if name == "offload" else parse_word(text)}
 
 

@@ -15,9 +15,11 @@ from hfpatch.planner.limits import parse_lengths
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    on_off = argparse.BooleanOptionalAction
-    where = "a preset, a config.json, a folder or a hub id; random weights"
-    add("--model", required=True, help=where)
+    add(
+        "--model",
+        required=True,
+        help="a preset, a config.json, a folder or a hub id; random weights",
+    )
     add("--seq-len", default="8192", help="tokens, or several lengths with commas (8192)")
     add("--batch", type=int, default=1, help="sequences a step (1)")
     add_checkpointing(add)
@@ -27,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, default=1, help="steps before them (1)")
     add("--dtype", default="auto", choices=CHOICES["dtype"])
     add("--optimizer", default="adamw", choices=CHOICES["optimizer"])
-    add("--gradient-checkpointing", action=on_off, default=True, help="for hf and liger (on)")
+    add(
+        "--gradient-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="for hf and liger (on)",
+    )
     add("--device", default="auto", choices=CHOICES["device"])
     add(
         "--simulate",

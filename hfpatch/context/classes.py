@@ -26,7 +26,7 @@ from hfpatch.compat import (
     values_for_now,
     watched_by_user,
 )
-from hfpatch.context.current import asks_for_hidden_states, refuse_in_the_midst
+from hfpatch.context.current import asks_for, refuse_in_the_midst
 
 
 def _rebuild(part: type, base: type):
@@ -185,7 +185,9 @@ def is_watched(model, kwargs) -> bool:
     code = {table["forward"] if "forward" in table else kind for table, kind in own}
     theirs = package_of(model) == "transformers" and {home_of(x) for x in code} <= LIBRARIES
     hooked = hooks_on_all() or watched_by_user(inside) is not None
-    return not theirs or bool(hooked) or asks_for_hidden_states(model, kwargs)
+    if hooked or not theirs:
+        return True
+    return asks_for("output_hidden_states", model, kwargs)
 
 
 # --- forwards for a moment ------------------------------------------------------------------------

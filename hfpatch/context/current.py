@@ -84,6 +84,9 @@ class _Current(threading.local):  # a second thread may run another model meanwh
     # (the model that computes a loss, its labels, whether to shift them, their count)
     target: tuple | None = None
     labelled = Labelled()
+    # Gate and up of a fused MLP, kept from a layer's forward for its backward, so that they are not
+    # computed again: (a list that receives them, those that replace the computed ones).
+    gate_up: tuple[list | None, list | None] = (None, None)
 
 
 current = _Current()
@@ -221,10 +224,11 @@ def refuse_in_the_midst() -> None:
         )
 
 
-def asks_for_hidden_states(model, kwargs) -> bool:
-    """Whether this model's forward returns its hidden states."""
-    asked = kwargs.get("output_hidden_states")
-    return bool(getattr(model.config, "output_hidden_states", False) if asked is None else asked)
+def asks_for(name: str, model, kwargs) -> bool:
+    """Whether the caller, or else the model's config, asks for a forward's further outputs
+    (output_hidden_states and its like)."""
+    asked = kwargs.get(name)
+    return bool(getattr(model.config, name, False) if asked is None else asked)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hfpatch.compat import cache_name
-from hfpatch.context.current import current, not_exchanged
+from hfpatch.context.current import asks_for, current, not_exchanged
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
@@ -113,8 +113,9 @@ class Given:
     @property
     def covers_the_cache(self) -> bool:
         """Whether the mask is [B, more than T]: it describes the tokens in the cache too."""
-        two = isinstance(self.mask, Tensor) and self.mask.dim() == 2 and len(self.mask) == self.B
-        return two and self.cache is not None and self.mask.shape[1] > self.T
+        if self.cache is None or not isinstance(self.mask, Tensor) or self.mask.dim() != 2:
+            return False
+        return len(self.mask) == self.B and self.mask.shape[1] > self.T
 
     @cached_property
     def seen(self) -> Tensor | None:
@@ -123,7 +124,7 @@ class Given:
             return self.rows_mask
         if self.covers_the_cache:
             return self.mask[:, -self.T :]
-        if self.own and self.T > 1:
+        if self.T > 1:
             cached = 0 if self.cache is None else cached_tokens(self.cache)
             if cached is None:
                 cached = max(0, self.mask.shape[-1] - self.T)
@@ -139,26 +140,28 @@ class Given:
 def read_batch(stack, kwargs: dict, watched: bool) -> Given | None:
     """The arguments of a stack's forward; None if its input is not rows of tokens. watched: its
     layers may read padding."""
-    tokens, config, training = kwargs.get("input_ids"), stack.config, stack.training
+    tokens = kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return None
     B, T = tokens.shape[:2]
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    outer, runtime = current.outer, stack._hfpatch.runtime
-    above = outer.positions
-    asked = kwargs.get("output_attentions")
+    config = stack.config
+    training = stack.training
+    runtime = stack._hfpatch.runtime
+    mask = kwargs.get("attention_mask")
+    visible = isinstance(mask, Tensor) and mask.shape == (B, T)
+    positions = kwargs.get("position_ids")
+    above = current.outer.positions
     if positions is None and isinstance(above, Tensor) and above.shape[-1] == T:
         positions = above
     if isinstance(positions, Tensor) and positions.dim() == 3:
         # Four layouts are text, time, height and width; three lack text.
         positions = positions[0] if len(positions) == 4 else None
-    visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
-    _, idle, by_others = current.labelled
-    # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
-    idle = idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None
-    watched = visible and (watched or by_others or idle is None)
+    idle = current.labelled.idle_BT
+    if isinstance(idle, Tensor) and idle.shape != (B, T):
+        idle = None  # of other tokens (a soft prompt that the model's forward adds)
+    watched = visible and (watched or current.labelled.watched or idle is None)
     behind = watched and bool(on_host((~mask.bool()[:, -1]).any()))
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
@@ -178,12 +181,12 @@ def read_batch(stack, kwargs: dict, watched: bool) -> Given | None:
         offsets=kwargs.get("cu_seq_lens_q"),
         seq_idx=kwargs.get("seq_idx") is not None,
         use_cache=kwargs.get("use_cache"),
-        cache=kwargs.get(cached_as),
-        cache_name=cached_as,
+        cache=kwargs.get(cache_name(kwargs)),
+        cache_name=cache_name(kwargs),
         # Under its own checkpointing transformers makes no cache.
         makes_cache=bool(getattr(config, "use_cache", False)) and not checkpoints,
-        uncached=outer.uncached,
-        probabilities=bool(getattr(config, "output_attentions", False) if asked is None else asked),
+        uncached=current.outer.uncached,
+        probabilities=asks_for("output_attentions", stack, kwargs),
         encoder=kwargs.get("encoder_hidden_states") is not None,
         idle_BT=idle,
         watched=watched,
@@ -201,12 +204,13 @@ def share_rows(given: Given) -> tuple[Given, dict]:
     """
     if given.cache is not None:
         raise not_exchanged("a KV cache")
-    beside = {
-        "labels": current.labelled.labels,
-        "position_ids": given.positions,
-        "attention_mask": given.rows_mask,
-    }
-    refuse_uneven_rows(given.sequence, given.tokens, **beside)
+    refuse_uneven_rows(
+        given.sequence,
+        given.tokens,
+        labels=current.labelled.labels,
+        position_ids=given.positions,
+        attention_mask=given.rows_mask,
+    )
     if given.positions is None:
         raise ValueError(
             "hfpatch: sequences on several ranks need position_ids, got none: each rank would "
@@ -216,8 +220,15 @@ def share_rows(given: Given) -> tuple[Given, dict]:
     mask, positions, idle = whole_rows(
         given.sequence, given.B, given.rows_mask, given.positions, given.idle_BT
     )
-    whole = {"T": given.T * given.sequence.size, "rows_mask": mask, "positions": positions}
-    return replace(given, **whole, idle_BT=idle, use_cache=False), {"use_cache": False}
+    whole = replace(
+        given,
+        T=given.T * given.sequence.size,
+        rows_mask=mask,
+        positions=positions,
+        idle_BT=idle,
+        use_cache=False,
+    )
+    return whole, {"use_cache": False}
 
 
 def without_unread_cache(given: Given) -> tuple[Given, bool, dict]:
@@ -226,7 +237,8 @@ def without_unread_cache(given: Given) -> tuple[Given, bool, dict]:
     Returns:
         (the arguments without that cache, whether transformers would make a cache, the changes).
     """
-    changes, made = {}, given.use_cache
+    changes = {}
+    made = given.use_cache
     if given.cache is not None:
         made = type(given.cache) is DynamicCache and cached_tokens(given.cache) == 0
     unread = bool(given.uncached and given.trains and made)
@@ -238,13 +250,13 @@ def without_unread_cache(given: Given) -> tuple[Given, bool, dict]:
     unsaid = given.cache is None and given.use_cache is None and given.sequence is None
     cached = unread or unsaid and given.makes_cache
     mask = given.mask
-    if cached and given.own and isinstance(mask, Tensor) and mask.dim() == 2:
-        if len(mask) == given.B:
-            # With a cache, transformers cuts a longer mask to T tokens, and hides the tokens beyond
-            # a shorter mask.
-            mask = torch.nn.functional.pad(mask, (0, given.T - mask.shape[1]))
-            changes["attention_mask"] = mask
-            given = replace(given, mask=mask, rows_mask=mask, own=False)
+    by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == given.B
+    if cached and given.own and by_rows:
+        # With a cache, transformers cuts a longer mask to T tokens, and hides the tokens beyond a
+        # shorter mask.
+        mask = torch.nn.functional.pad(mask, (0, given.T - mask.shape[1]))
+        changes["attention_mask"] = mask
+        given = replace(given, mask=mask, rows_mask=mask, own=False)
     return given, cached, changes
 
 
@@ -297,8 +309,10 @@ def _refuse_mixed_documents(given: Given, traits: StackTraits) -> None:
 
 def _settle_cache(given: Given, cached: bool) -> tuple[bool, dict]:
     """(whether the layers read or fill a KV cache, the changes)."""
-    if given.cache is not None or given.use_cache is not None:
-        return given.cache is not None or given.use_cache, {}
+    if given.cache is not None:
+        return True, {}
+    if given.use_cache is not None:
+        return given.use_cache, {}
     if cached and not given.trains and not given.packed:
         return True, {}
     # Models make a cache in training too, which nothing reads. RWKV makes none there.
@@ -370,9 +384,10 @@ def _by_transformers(given: Given, traits: StackTraits, why: str) -> tuple[str |
             refuse_packed(given.kind, "do not pack padded sequences")
     if traits.mixers and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
+    if not (traits.ours and given.tiled and given.trains):
+        return None, changes  # the report tells of a stack that cannot have hfpatch's attention
     line = f"the layers of {given.kind.__name__} run untiled, their inputs offloaded: {why}."
-    # The report tells of a stack that cannot have hfpatch's attention.
-    return line if traits.ours and given.tiled and given.trains else None, changes
+    return line, changes
 
 
 def cached_tokens(cache) -> int | None:

@@ -30,18 +30,9 @@ class Decoder:
 def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     """The longest nn.ModuleList among the module's own children that holds only modules which
     transformers can checkpoint; None if there is none."""
-    found = None
-    most = 0
-    for module in modules_of(stack).values():
-        if not isinstance(module, nn.ModuleList) or len(module) <= most:
-            continue
-        for layer in module:
-            if not hasattr(layer, "gradient_checkpointing"):
-                break
-        else:
-            found = module
-            most = len(module)
-    return found
+    lists = [m for m in modules_of(stack).values() if isinstance(m, nn.ModuleList) and len(m)]
+    found = [m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)]
+    return max(found, key=len, default=None)
 
 
 def _decoder_of(module: nn.Module) -> nn.Module | None:
@@ -58,9 +49,11 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     For a multimodal model this is the text tower, which may have a head or an encoder of its own.
     """
     for module in model.modules():
-        stack, inner = module, _decoder_of(module)
+        stack = module
+        inner = _decoder_of(module)
         while inner is not None and inner is not stack:
-            stack, inner = inner, _decoder_of(inner)
+            stack = inner
+            inner = _decoder_of(stack)
         if (module is model or stack is not module) and list_of_layers(stack) is not None:
             return stack
         if _has_head(module):  # CSM names no decoder; that of a model inside is another's

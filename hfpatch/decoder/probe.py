@@ -1,54 +1,67 @@
 """Probes one layer of a small instance: its attention calls and mixers, and which Linears' values no
 gradient reads.
 
-    captured    records the arguments with which the stack calls the layer
-    _asked      finds the modules that mix tokens: attention, and mixers (layer/mixers.py)
-    _Probe      runs the two parts of the layer. Compares gradients bit for bit, with and without
-                a Linear's value
+    captured         records the call that the stack makes of the layer
+    _where_it_mixes  finds the modules that mix tokens: attention, and mixers (layer/mixers.py)
+    _Probe           runs the two parts of the layer. Compares gradients bit for bit, with and
+                     without a Linear's value
 """
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import Snapshot, buffers_of, pytree, version
+from hfpatch.compat import Snapshot, buffers_of, values_for_now, version
 from hfpatch.context.classes import forwards_for_now
-from hfpatch.context.current import Asked, NotStopped, asking, our_attention
+from hfpatch.context.current import Asked, Stopped, asking, our_attention
 from hfpatch.context.masks import Batch
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition
-from hfpatch.layer.mixers import find_mixers, standing_in
+from hfpatch.layer.mixers import calls_in, find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
-from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
+from hfpatch.layer.why_whole import OTHER_MIXER, why
 from hfpatch.parts.unread import can_go_without, skippable, skipping
 
 TOKENS = 12
 MORE_THAN_HIDDEN = why("more results")
+NAN = float("nan")
 
 
+@dataclass
 class _Counting:
-    """Records every attention call and answers it with a constant (NaN by default).
+    """A role that records every attention call, and answers it with a constant.
 
-    independent: the inputs of all calls were finite, so no call reads another call's NaN.
+    Attributes:
+        value: the constant.
+        modules: the module of each call.
+        inputs: q, k and v of each call, with tokens on axis 1.
+        independent: the inputs of all calls were finite, so no call reads another call's NaN.
+        reason: why one of the calls cannot be tiled, or None.
+        softcap: the cap of attention's scores, or None.
     """
 
-    def __init__(self, value: float = float("nan")):
-        self.modules, self.inputs, self.reasons = [], [], []
-        self.independent, self.value, self.softcap = True, value, None
+    value: float
+    modules: list = field(default_factory=list)
+    inputs: list = field(default_factory=list)
+    independent: bool = True
+    reason: str | None = None
+    softcap: float | None = None
 
     def __call__(self, asked: Asked) -> Tensor:
-        inputs = (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)
-        self.independent &= all(bool(torch.isfinite(x).all()) for x in inputs)
+        q = asked.q_BHTE
+        v = asked.v_BKTE
+        for x in (q, asked.k_BKTE, v):
+            self.independent &= bool(torch.isfinite(x).all())
+            self.inputs.append(x.transpose(1, 2))
         self.modules.append(asked.module)
-        self.inputs += [x.transpose(1, 2) for x in inputs]
         self.softcap = asked.softcap or self.softcap
-        self.reasons += [reason] if (reason := asked.why_not_tiled()) else []
-        q, v = asked.q_BHTE, asked.v_BKTE
+        self.reason = self.reason or asked.why_not_tiled()
         return q.new_full((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), self.value)
 
     def mixer(self, name, args, kwargs) -> Tensor:
@@ -57,37 +70,49 @@ class _Counting:
         return torch.full_like(x, self.value)
 
 
-class _Captured(Exception):
-    pass
-
-
-def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple:
-    """The stack's call of this layer: (the layer's forward, hidden states [1, tokens, D], other
-    arguments, keyword arguments, the batch that their mask describes)."""
+def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[Traced, Tensor]:
+    """The stack's call of this layer on a row of so many tokens, without traits of the layer; and
+    its hidden states [1, tokens, D]."""
     ids = torch.arange(tokens)[None] % stack.config.vocab_size
+    mask = torch.ones(1, tokens, dtype=torch.bool)
     batch = Batch(1, tokens, ids.device)
-    found = {}
 
-    def note(module, args, kwargs):
-        found["call"] = (args, kwargs)
-        raise _Captured
+    def stop(module, args, kwargs):
+        raise Stopped(args, kwargs)
 
-    handle = layer.register_forward_pre_hook(note, with_kwargs=True)
+    handle = layer.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with our_attention((stack.config,), batch), torch.no_grad():
-            stack(
-                input_ids=ids,
-                attention_mask=torch.ones(1, tokens, dtype=torch.bool),
-                use_cache=False,
-            )
-    except _Captured:
-        pass
+            stack(input_ids=ids, attention_mask=mask, use_cache=False)
+    except Stopped as stopped:
+        (x, *args), kwargs = stopped.args
     finally:
         handle.remove()
-    (x, *args), kwargs = found["call"]
     streams = streams_of(x, 1, tokens)
     forward = by_rows(type(layer).forward.__get__(layer), streams)
-    return forward, joined(x.detach(), streams), args, of_its_own(kwargs), batch
+    arguments = Arguments(args, of_its_own(kwargs), 1, tokens)
+    condition = Condition(Snapshot(layer), LayerTraits())
+    call = Traced(layer, arguments, condition.traits, (stack.config,), batch, condition, forward)
+    return call, joined(x.detach(), streams)
+
+
+def with_traits(call: Traced, traits: LayerTraits) -> Traced:
+    """The same call of a layer of which these traits are known."""
+    condition = Condition(Snapshot(call.layer), traits)
+    return replace(call, traits=traits, condition=condition, found={})
+
+
+@contextmanager
+def _answered(call: Traced, role: _Counting | None):
+    """A context without gradients, in which `role` answers attention; None: attention runs."""
+    with torch.no_grad(), our_attention(call.configs, call.batch), asking(role):
+        yield role
+
+
+def _run(call: Traced, x_BTD: Tensor):
+    """What the layer returns."""
+    args, kwargs = call.arguments.tile(0, x_BTD.shape[1])
+    return call.forward(x_BTD, *args, **kwargs)
 
 
 @contextmanager
@@ -96,80 +121,74 @@ def buffers_copied(layer: nn.Module):
 
     Yields a function that returns the names of the buffers that were written to.
     """
-    own = [(name, buffers_of(m), dict(buffers_of(m))) for name, m in layer.named_modules()]
-    for _, buffers, before in own:
-        buffers.update({n: b if b is None else b.detach().clone() for n, b in before.items()})
-    copied = [dict(buffers) for _, buffers, _ in own]
+    rows = []
+    for module in layer.modules():
+        for name, buffer in buffers_of(module).items():
+            copied = None if buffer is None else buffer.detach().clone()
+            rows.append((buffers_of(module), name, copied))
+    with values_for_now(rows):
+        copies = dict(layer.named_buffers(remove_duplicate=False))
 
-    def written():
-        for (name, buffers, _), copies in zip(own, copied):
-            for n, b in copies.items():
-                if buffers.get(n) is not b or b is not None and version(b):
-                    yield f"{name}.{n}".lstrip(".")
+        def written() -> list[str]:
+            now = dict(layer.named_buffers(remove_duplicate=False))
+            return [n for n in copies | now if copies.get(n) is not now.get(n) or version(now[n])]
 
-    try:
         yield written
-    finally:
-        for _, buffers, before in own:
-            buffers.update(before)
 
 
 def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
     """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens."""
-    forward, *call, batch = captured(stack, layer)
+    traits = LayerTraits()
     with buffers_copied(layer) as written:
         try:
-            answers = _asked(layer, forward, *call, (stack.config,), batch)
+            call, x_BTD = captured(stack, layer)
+            traits = _where_it_mixes(call, x_BTD)
+            if traits.reason is None:
+                traits = _Probe(call, x_BTD, traits).answers()
         except Exception as error:  # a family's own code
-            answers = LayerTraits(reason=_said(error))
+            traits = replace(traits, reason=why("raised", said(error)))
+        names = written()
+    if names and traits.reason is None:
         # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
-        return replace(
-            answers,
-            reason=answers.reason or next((why("buffer", name) for name in written()), None),
-        )
+        return replace(traits, reason=why("buffer", names[0]))
+    return traits
 
 
-def _said(error: Exception) -> Why:
-    if isinstance(error, NotStopped):
-        return why("not stopped", str(error))
-    return why("raised", f"{type(error).__name__} ({' '.join(str(error).split())[:80]})")
+def said(error: Exception) -> str:
+    """The class and the message of an error of a family's own code, on one line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__} ({message[:80]})"
 
 
-def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
-    run = lambda x: forward(x, *args, **of_its_own(kwargs))  # noqa: E731
+def _where_it_mixes(call: Traced, x_BTD: Tensor) -> LayerTraits:
+    """The traits of a layer as far as they name what mixes its tokens."""
+    run = partial(_run, call)
     # 1. The modules that call attention, and why a call cannot be tiled.
-    count = _Counting(0.0)
-    with torch.no_grad(), our_attention(configs, batch), asking(count):
+    with _answered(call, _Counting(0.0)) as count:
         run(x_BTD)
-    attention = tuple(module or _calls_torchs_own(layer) for module in count.modules)
-    given = {id(x) for x in pytree.tree_leaves((args, kwargs))}
+    attention = tuple(module or _calls_torchs_own(call.layer) for module in count.modules)
+    given = {id(x) for x in call.arguments.leaves}
 
-    def told(x):  # (the layer's output, the inputs of its attention calls)
-        with asking(_Counting(0.0)) as count:
-            return run(x), count.inputs
+    def answered(x_BTD):  # (the layer's output, the inputs of its attention calls)
+        with asking(_Counting(0.0)) as inner:
+            return run(x_BTD), inner.inputs
 
     # 2. Answer attention with constants: does anything else mix tokens?
-    with torch.no_grad(), our_attention(configs, batch), asking(_Counting(0.0)):
-        found = find_mixers(layer, told, x_BTD, given)
-    traits = _with_mixers(layer, run, x_BTD, configs, batch, attention, found, count.reasons)
+    with _answered(call, _Counting(0.0)):
+        found = find_mixers(call.layer, answered, x_BTD, given)
+    traits = _with_mixers(call, x_BTD, attention, found, count.reason)
+    if traits.reason is None or traits.reason == MORE_THAN_HIDDEN or not attention:
+        return traits
     # 3. If that stays unexplained, let attention run inside modules, and look again.
-    if traits.reason is not None:
-        if traits.reason == MORE_THAN_HIDDEN or not attention:
-            return traits
-        try:
-            with torch.no_grad(), our_attention(configs, batch), asking(None):
-                found = find_mixers(layer, run, x_BTD, given)
-            inside = _with_mixers(layer, run, x_BTD, configs, batch, (), found, count.reasons)
-        except Exception:  # attention that needs all ranks fails on a few tokens
-            return traits
-        if inside.reason is not None:
-            return traits
-        traits = replace(inside, attends=not traits.mixers and traits.reason != OTHER_MIXER)
-    # 4. Compare values and gradients of the two parts around attention.
     try:
-        return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, traits).answers()
-    except Exception as error:  # a family's own code
-        return replace(traits, reason=_said(error))
+        with _answered(call, None):
+            found = find_mixers(call.layer, run, x_BTD, given)
+        inside = _with_mixers(call, x_BTD, (), found)
+    except Exception:  # attention that needs all ranks fails on a few tokens
+        return traits
+    if inside.reason is not None:
+        return traits
+    return replace(inside, attends=not traits.mixers and traits.reason != OTHER_MIXER)
 
 
 def _calls_torchs_own(layer) -> nn.Module:
@@ -179,153 +198,118 @@ def _calls_torchs_own(layer) -> nn.Module:
 
 
 def _with_mixers(
-    layer, run, x_BTD, configs, batch, attention: tuple, found, reasons: list[str]
+    call: Traced, x_BTD: Tensor, attention: tuple, found, reason: str | None = None
 ) -> LayerTraits:
     """The traits of a layer whose tokens mix in the modules `attention` and in the mixers `found`
-    (None: the mixers were not identified)."""
+    (None: the mixers were not identified). reason: why a call of attention cannot be tiled."""
     if found is None:
         return LayerTraits(reason=OTHER_MIXER, looked=True)
-    names = {id(m): n for n, m in layer.named_modules()}
-    known = LayerTraits(tuple(names[id(m)] for m in attention), found, looked=True)
-    count = _Counting()
-    with (
-        torch.no_grad(),
-        our_attention(configs, batch),
-        asking(count),
-        standing_in(layer, found, count.mixer),
-    ):
-        out = run(x_BTD)
-    if isinstance(out, tuple) and any(
-        isinstance(x, Tensor) and x.shape[:2] != x_BTD.shape[:2] for x in out[1:]
-    ):
-        return replace(known, reason=MORE_THAN_HIDDEN)
-    if attention and reasons:
-        return replace(known, reason=why("probed attention", reasons[0]))
+    names = {id(m): n for n, m in call.layer.named_modules()}
+    traits = LayerTraits(tuple(names[id(m)] for m in attention), found, looked=True)
+    count = _Counting(NAN)
+    with _answered(call, count), standing_in(call.layer, found, count.mixer):
+        out = _run(call, x_BTD)
+    for x in out[1:] if isinstance(out, tuple) else ():
+        if isinstance(x, Tensor) and x.shape[:2] != x_BTD.shape[:2]:
+            return replace(traits, reason=MORE_THAN_HIDDEN)
+    if attention and reason is not None:
+        return replace(traits, reason=why("probed attention", reason))
     if len(count.modules) != len(attention):  # a mixer makes some of the attention calls
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     if not count.independent:
-        return replace(known, reason=why("dependent mixers"))
-    return replace(known, softcap=count.softcap)
+        return replace(traits, reason=why("dependent mixers"))
+    return replace(traits, softcap=count.softcap)
 
 
 class _Probe:
-    """Runs the two parts of one layer and compares their values and gradients."""
+    """Runs the two parts of one layer, "before" and "after" attention, and compares their values and
+    gradients.
 
-    def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: LayerTraits):
-        self.layer, self.forward, self.configs = layer, forward, configs
-        self.x, self.batch = x_BTD, batch
-        self.arguments = Arguments(args, of_its_own(kwargs), *x_BTD.shape[:2])
-        self.known = known
-        self.T = x_BTD.shape[1]
+    Attributes:
+        outs: random outputs of attention and of mixers.
+        douts: part -> random gradients of its outputs, None for those that have none.
+    """
+
+    def __init__(self, call: Traced, x_BTD: Tensor, traits: LayerTraits):
+        self.call = call
+        self.x = x_BTD
+        self.traits = traits
+        self.outs = []
+        n = 3 * len(traits.attention)
         with torch.no_grad():
-            parts = self._ask().before(self.x, 0, self.T)
-        self.dparts = [torch.randn_like(p) for p in parts]
-        n = 3 * len(known.attention)
-        like = [
-            q[..., :1].expand(*q.shape[:3], v.shape[3]) for q, v in zip(parts[:n:3], parts[2:n:3])
-        ] + parts[n:]
-        self.outs = [torch.randn_like(x) for x in like]
-        with torch.no_grad():
-            made = self._ask().after(self.x, self.outs, 0, self.T)
-        self.dys = [torch.randn_like(y) if y.is_floating_point() else None for y in made]
+            parts = self._run("before", x_BTD, (), traits)
+            for q, v in zip(parts[:n:3], parts[2:n:3]):
+                self.outs.append(q.new_empty(*q.shape[:3], v.shape[3]).normal_())
+            self.outs += map(torch.randn_like, parts[n:])
+            ys = self._run("after", x_BTD, self.outs, traits)
+        self.douts = {
+            "before": [torch.randn_like(part) for part in parts],
+            "after": [torch.randn_like(y) if y.is_floating_point() else None for y in ys],
+        }
 
-    def _ask(self, **known) -> Traced:
-        answers = replace(self.known, **known)
-        condition = Condition(Snapshot(self.layer), answers)
-        return Traced(
-            self.layer, self.arguments, answers, self.configs, self.batch, condition, self.forward
-        )
+    def _run(
+        self, part: str, x_BTD: Tensor, outs, traits: LayerTraits, unread=False
+    ) -> list[Tensor]:
+        """The outputs of a part, for these outputs of attention and of mixers."""
+        call = with_traits(self.call, traits)
+        tokens = x_BTD.shape[1]
+        if part == "before":
+            return call.before(x_BTD, 0, tokens, unread)
+        return call.after(x_BTD, outs, 0, tokens, unread)
 
-    def _gradients(self, run) -> list[Tensor | None]:
-        x = self.x.clone().requires_grad_()
-        wanted = [x, *(p for p in self.layer.parameters() if p.requires_grad)]
-        outs, douts, more = run(x)
-        pairs = [(o, d) for o, d in zip(outs, douts) if o.requires_grad]
+    def _gradients(self, part: str, traits: LayerTraits):
+        """The gradients of a part's inputs and of the layer's weights."""
+        x_BTD = self.x.clone().requires_grad_()
+        outs = [out.clone().requires_grad_() for out in self.outs]
+        ys = self._run(part, x_BTD, outs, traits, unread=True)
+        pairs = [(y, dy) for y, dy in zip(ys, self.douts[part]) if y.requires_grad]
         if not pairs:
             return []
-        outs, douts = zip(*pairs)
-        return torch.autograd.grad(outs, wanted + more, douts, allow_unused=True)
+        ys, dys = zip(*pairs)
+        weights = [p for p in self.call.layer.parameters() if p.requires_grad]
+        return torch.autograd.grad(ys, [x_BTD, *outs, *weights], dys, materialize_grads=True)
 
-    def _gradients_after(self, **known):
-        def run(x):
-            outs = [o.clone().requires_grad_() for o in self.outs]
-            return self._ask(**known).after(x, outs, 0, self.T, unread=True), self.dys, outs
-
-        return self._gradients(run)
-
-    def _gradients_before(self, **known):
-        return self._gradients(
-            lambda x: (self._ask(**known).before(x, 0, self.T, unread=True), self.dparts, [])
-        )
+    def _output(self, traits: LayerTraits) -> list[Tensor]:
+        with torch.no_grad():
+            return self._run("after", self.x, self.outs, traits)
 
     def answers(self) -> LayerTraits:
+        before = partial(self._gradients, "before")
+        after = partial(self._gradients, "after")
+        names = [n for n, m in self.call.layer.named_modules() if can_go_without(m)]
         with torch.enable_grad():
-            after, before = self._gradients_after(), self._gradients_before()
-            # Modules inside mixers run in neither part.
-            inside = tuple(f"{name}." for name in self.known.mixers)
-            names = [
-                n
-                for n, m in self.layer.named_modules()
-                if can_go_without(m) and not n.startswith(inside)
-            ]
-            called_after = self._called(names, self._gradients_after)
-            called_before = self._called(names, self._gradients_before)
-            unread_after = tuple(
-                n for n in called_after if self._no_gradient_reads(n, self._gradients_after, after)
+            unread_after = self._unread(names, after)
+            traits = replace(
+                self.traits,
+                unread_after=unread_after,
+                unread_before=self._unread(names, before),
+                unread_always=self._unread(unread_after, self._output),
             )
-            unread_before = tuple(
-                n
-                for n in called_before
-                if self._no_gradient_reads(n, self._gradients_before, before)
-            )
-            unread = tuple(n for n in unread_after if self._output_ignores(n))
-            together = {
-                "unread_after": unread_after,
-                "unread_before": unread_before,
-                "unread_always": unread,
-            }
-            if not (
-                _equal(self._gradients_after(**together), after)
-                and _equal(self._gradients_before(**together), before)
-            ):
-                together = {}
-        return replace(self.known, **together)
+            for gradients in (before, after):  # without all these values at once
+                if not _equal(gradients(traits), gradients(self.traits)):
+                    return self.traits
+        return traits
 
-    def _called(self, names: list[str], run) -> list[str]:
-        """The modules among `names` that run() calls. Skipping an uncalled module saves nothing."""
-        modules = {name: self.layer.get_submodule(name) for name in names}
-        called = set()
-        handles = [
-            module.register_forward_pre_hook(lambda module, _: called.add(module))
-            for module in modules.values()
-        ]
-        run()
-        for handle in handles:
-            handle.remove()
-        return [name for name, module in modules.items() if module in called]
+    def _unread(self, names, results) -> tuple[str, ...]:
+        """Those of the named modules whose values no result of results(traits) reads."""
+        wanted = results(self.traits)
+        # Skipping a module that is not called saves nothing.
+        called = calls_in(self.call.layer, results, self.traits)
+        return tuple(n for n in names if n in called and self._unread_in(n, results, wanted))
 
-    def _no_gradient_reads(self, name: str, run, expected) -> bool:
-        """Whether no gradient reads this module's value: with NaN and with 3 in place of the value,
-        all gradients stay the same."""
-        for value in (float("nan"), 3.0):
+    def _unread_in(self, name: str, results, wanted) -> bool:
+        """Whether all results stay the same with NaN and with 3 in place of a module's values."""
+        for value in (NAN, 3.0):
+            constant = skipping(skippable(self.call.layer, (name,)), value=value)
             try:
-                with forwards_for_now(skipping(skippable(self.layer, (name,)), value=value)):
-                    if not _equal(run(), expected):
-                        return False
+                with forwards_for_now(constant):
+                    found = results(self.traits)
             except RuntimeError:  # for example a value that is written to in place
+                return False
+            if not _equal(found, wanted):
                 return False
         return True
 
-    def _output_ignores(self, name: str) -> bool:
-        """Whether the output of `after` does not depend on this module's value."""
-        with torch.no_grad():
-            expected = self._ask().after(self.x, self.outs, 0, self.T)
-            with forwards_for_now(skipping(skippable(self.layer, (name,)), value=float("nan"))):
-                return _equal(self._ask().after(self.x, self.outs, 0, self.T), expected)
-
 
 def _equal(ours, theirs) -> bool:
-    return all(
-        a is b or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(ours, theirs, strict=True)
-    )
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -3,7 +3,6 @@ of each kind.
 """
 
 import copy
-import inspect
 from contextlib import contextmanager, suppress
 from itertools import product
 
@@ -26,43 +25,49 @@ MOST_LAYERS = 16
 # Longer than the window, the chunk and the original positions below, so that each has an effect.
 TOKENS = 40
 
-# Names of sizes in configs, and their values in a small instance. Absent sizes stay absent, None
-# stays None.
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "intermediate_size_mlp": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "word_embed_proj_dim": 64,
-    "num_attention_heads": 4,
-    "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "shared_experts_intermediate_size": 32, "head_dim": 16, "lru_width": 64,
-    "attention_window_size": 8, "global_head_dim": 16,
-    "embedding_dim": 64, "vocab_size": 64, "vocab_size_per_layer_input": 64,
-    "hidden_size_per_layer_input": 16,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "qk_head_dim": 24, "v_head_dim": 16,
-    "sliding_window": 8, "attention_chunk_size": 8, "max_position_embeddings": 64,
-    "original_max_position_embeddings": 16,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16,
-    "mamba_d_state": 8, "ssm_state_size": 8,
-    "mamba_n_groups": 1, "n_groups": 1, "mamba_d_ssm": 128, "mamba_chunk_size": 8, "chunk_size": 8,
-    "mamba_dt_rank": 8,
-    "num_heads": 8, "rotary_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4,
-    "swa_head_dim": 16,
-    "sliding_window_size": 8, "rel_extent": 16,
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_block_size": 8,
-    "index_topk_blocks": 2, "index_kpool": 2,
-    "indexer_n_heads": 2, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
-    "keep_window_size": 8,
-    "window_size": 8, "local_attention": 16, "block_size": 8,
-}  # fmt: skip
-IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+# Values in a small instance, and the names of the sizes in configs that get them. Absent sizes stay
+# absent, None stays None. Where a config has one size under two names, the last one counts.
+_NAMES = {
+    96: """
+        intermediate_size intermediate_size_mlp ffn_hidden_size ffn_dim decoder_ffn_dim
+        encoder_ffn_dim
+    """,
+    0: "pad_token_id bos_token_id eos_token_id",
+    1: "n_group topk_group mamba_n_groups n_groups",
+    2: """
+        num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts
+        linear_num_key_heads index_n_heads index_topk_blocks index_kpool indexer_n_heads
+        indexer_compress_ratio
+    """,
+    4: """
+        num_attention_heads decoder_attention_heads encoder_attention_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts linear_num_value_heads
+        linear_num_heads
+    """,
+    8: """
+        attention_window_size qk_rope_head_dim sliding_window attention_chunk_size
+        linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_num_heads
+        mamba_d_state ssm_state_size mamba_chunk_size chunk_size mamba_dt_rank num_heads
+        rotary_dim linear_head_dim sliding_window_size index_topk index_block_size
+        indexer_budget keep_window_size window_size block_size
+    """,
+    16: """
+        head_dim global_head_dim hidden_size_per_layer_input kv_lora_rank qk_nope_head_dim
+        v_head_dim original_max_position_embeddings mamba_d_head mamba_head_dim
+        swa_head_dim rel_extent index_head_dim indexer_head_dim local_attention
+    """,
+    24: "q_lora_rank qk_head_dim",
+    32: """
+        moe_intermediate_size shared_expert_intermediate_size
+        shared_experts_intermediate_size
+    """,
+    64: """
+        hidden_size word_embed_proj_dim lru_width embedding_dim vocab_size
+        vocab_size_per_layer_input max_position_embeddings
+    """,
+    128: "mamba_d_ssm",
+}
+SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 
 
 def scaled_config(config, n_layers: int, at=None):
@@ -72,34 +77,29 @@ def scaled_config(config, n_layers: int, at=None):
     """
     at = range(n_layers) if at is None else at
     small = copy.deepcopy(config)
-    real = {
-        name: _value(small, name)
-        for name in ("num_hidden_layers", "num_key_value_heads", "num_attention_heads")
-    }
+    real_layers = _value(small, "num_hidden_layers")
+    kv_heads = _value(small, "num_key_value_heads")
+    heads = _value(small, "num_attention_heads")
     for name, size in SIZES.items():
         value = _value(small, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             with suppress(AttributeError):  # a property that follows from others
                 setattr(small, name, size)
-        elif isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
+        elif isinstance(value, (list, tuple)) and len(value) == real_layers:
             setattr(small, name, type(value)(size for _ in at))
     latent = all(isinstance(_value(small, name), int) for name in ("qk_rope_head_dim", "head_dim"))
     if latent:
         # With latent attention, head_dim is the rotated part alone.
         small.head_dim = SIZES["qk_rope_head_dim"]
+    if isinstance(kv_heads, int):
+        heads = heads if isinstance(heads, int) else kv_heads
+        small.num_key_value_heads = _kv_heads(kv_heads, heads, 4)
     for name, value in list(vars(small).items()):
-        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
-            setattr(small, name, 0.0)  # random results cannot be compared
-    n, heads = real["num_key_value_heads"], real["num_attention_heads"]
-    if isinstance(n, int):
-        small.num_key_value_heads = _kv_heads(n, heads if isinstance(heads, int) else n, 4)
-    for name, value in list(vars(small).items()):
+        random = any(word in name for word in ("dropout", "pdrop", "jitter"))
         by_layer = any(word in name for word in ("layer", "type", "block", "pattern"))
-        if (
-            by_layer
-            and isinstance(value, (list, tuple))
-            and len(value) == real["num_hidden_layers"]
-        ):
+        if random and isinstance(value, float):
+            setattr(small, name, 0.0)  # random results cannot be compared
+        elif by_layer and isinstance(value, (list, tuple)) and len(value) == real_layers:
             setattr(small, name, type(value)(value[i] for i in at))
     small.num_hidden_layers = n_layers
     # Other names of the number of layers: LongCat's (its num_hidden_layers counts a layer with two
@@ -109,10 +109,7 @@ def scaled_config(config, n_layers: int, at=None):
             setattr(small, name, n_layers)
     sharing = getattr(small, "num_kv_shared_layers", None)
     if sharing:  # the last layers use keys of earlier ones
-        small.num_kv_shared_layers = sum(i >= real["num_hidden_layers"] - sharing for i in at)
-    for name in IDS:
-        if isinstance(getattr(small, name, None), int):
-            setattr(small, name, 0)
+        small.num_kv_shared_layers = sum(i >= real_layers - sharing for i in at)
     for rope in _rope_tables(small):
         _scale_rotation(small, rope, latent)
     by_layer = config.to_dict().get("per_layer_config")
@@ -143,7 +140,8 @@ def _scale_rotation(small, rope: dict, latent: bool) -> None:
     if not any(isinstance(inner, dict) for inner in rope.values()):
         # Numbers of rotated pairs for height, width and time. ERNIE needs the first two equal.
         # Models without images do not read mrope_section.
-        rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
+        side = pairs * 3 // 8
+        rope["mrope_section"] = [side, side, pairs - 2 * side]
 
 
 def _scaled_override(values: dict, config) -> dict:
@@ -175,14 +173,10 @@ def _value(config, name: str):
 
 
 def _rope_tables(config) -> list[dict]:
-    tables = [
-        t
-        for n in ("rope_parameters", "rope_scaling")
-        if isinstance(t := getattr(config, n, None), dict)
-    ]
-    return tables + [
-        inner for table in tables for inner in table.values() if isinstance(inner, dict)
-    ]
+    named = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
+    tables = [table for table in named if isinstance(table, dict)]
+    inner = [x for table in tables for x in table.values() if isinstance(x, dict)]
+    return tables + inner
 
 
 _NO_KIND = {"training", "gradient_checkpointing", "layer_idx", *SIZES}
@@ -192,31 +186,26 @@ def kind_of(layer: nn.Module) -> tuple:
     """A key for the kind of a layer: the classes in it, and the settings that their forwards branch
     on."""
 
-    def settings(module):
-        plain = (
-            (n, v) for n, v in vars(module).items() if not n.startswith("_") and n not in _NO_KIND
-        )
-
-        def told(n, v):
-            # 0 and 1 used as False and True
-            switch = n.startswith(("use", "is", "has", "no")) or "rope" in n
-            return v if isinstance(v, (bool, str)) or switch and v in (0, 1) else v is None
-
-        return tuple(sorted((n, told(n, v)) for n, v in plain
-                            if isinstance(v, (bool, str, int)) or v is None))  # fmt: skip
-
     # Adapters, quantised projections and torch's own modules do not change a layer's kind.
     home = type(layer).__module__.split(".")[0]
-    own = (
-        (name, kind, m)
-        for name, m in _without_adapters("", layer)
-        if (kind := class_of(m)).__module__.split(".")[0] == home
-    )
-    return tuple(
-        (name, vars(kind).get("_hfpatch_base", kind), settings(m))
-        for name, kind, m in own
-        if "experts." not in name
-    )
+    rows = []
+    for name, module in _without_adapters("", layer):
+        kind = class_of(module)
+        if kind.__module__.split(".")[0] == home and "experts." not in name:
+            rows.append((name, vars(kind).get("_hfpatch_base", kind), _settings(module)))
+    return tuple(rows)
+
+
+def _settings(module: nn.Module) -> tuple:
+    """The (name, value) pairs of a module's settings. A number counts as False, None as True."""
+    found = {}
+    for name, value in vars(module).items():
+        if name[0] != "_" and name not in _NO_KIND and isinstance(value, str | int | None):
+            switch = name.startswith(("use", "is", "has", "no")) or "rope" in name
+            known = isinstance(value, bool | str)
+            # 0 and 1 may be used as False and True
+            found[name] = value if known or switch and value in (0, 1) else value is None
+    return tuple(sorted(found.items()))
 
 
 def _without_adapters(name: str, module: nn.Module):
@@ -235,18 +224,22 @@ def quiet_process():
     """A context without the caller's random state, default dtype and device, autocast, global hooks
     and DeepSpeed's zero.Init, on one thread."""
     dtype = torch.get_default_dtype()
-    cpu_state = torch.get_rng_state()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # on tiny tensors threads would only wait for each other
         torch.set_default_dtype(torch.float32)
-        quiet = torch.autocast("cpu", enabled=False)
-        with plain_construction(), torch.device("cpu"), torch.enable_grad(), quiet, unwatched():
+        with (
+            plain_construction(),
+            torch.device("cpu"),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),
+            unwatched(),
+        ):
             torch.default_generator.manual_seed(0)
             yield
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_rng_state(cpu_state)
         torch.set_num_threads(threads)
 
 
@@ -266,12 +259,10 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
         ValueError: an instance would be too large, or made of other modules. Errors of the class
             itself pass through.
     """
-    taken = inspect.signature(stack_class.forward).parameters
-    if "hidden_states" in taken and "input_ids" not in taken:
-        raise ValueError(f"a {stack_class.__name__} takes hidden states, no token ids")
     bases = [c for c in stack_class.__mro__ if getattr(c, "forward", None) is stack_class.forward]
     first_error = None
-    for base, (derived, twice) in product(bases, ((False, False), (True, False), (True, True))):
+    tries = ((False, False), (True, False), (True, True))
+    for base, (derived, twice) in product(bases, tries):
         try:
             return _small_stack(base, config, kinds, base is stack_class, derived, twice)
         except Exception as error:  # a user's own __init__ may need any argument
@@ -291,19 +282,14 @@ def _small_stack(
         twice: the stack has the second layer of each kind too, where there is one (Zamba's share
             weights, and one alone is refused).
     """
-    at = {kinds.index(kind) for kind in kinds}
-    if twice:
-        at |= {i for i in range(len(kinds)) if kinds[:i].count(kinds[i]) == 1}
-    at = sorted(at)
+    # The first layer of each kind; also the second.
+    times = (0, 1) if twice else (0,)
+    at = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) in times]
     n_layers = max(at[-1] + 1, 1 + derived)
     exact = exact and n_layers <= MOST_LAYERS
-    if len(at) > MOST_LAYERS:
-        raise ValueError(f"it has {len(at)} kinds of layers")
-    small = (
-        scaled_config(config, n_layers)
-        if n_layers <= MOST_LAYERS
-        else scaled_config(config, len(at), at)
-    )
+    if n_layers <= MOST_LAYERS:
+        at = range(n_layers)
+    small = scaled_config(config, len(at), at)
     if derived:
         small.__post_init__()
     with torch.device("meta"):
@@ -311,23 +297,24 @@ def _small_stack(
     parameters = sum(p.numel() for p in empty.parameters())
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"a small instance would have {parameters:,} parameters")
-    made_of = lambda kinds: {made for kind in kinds for _, made, _ in kind}  # noqa: E731
-    if not exact and not made_of(kinds) <= made_of(
-        kind_of(layer) for layer in list_of_layers(empty)
-    ):
+    real = {module for kind in kinds for _, module, _ in kind}
+    made = {module for layer in list_of_layers(empty) for _, module, _ in kind_of(layer)}
+    if not exact and not real <= made:
         raise ValueError(
             f"its kinds of layers, first occurring in the first {n_layers}, are made of other "
             "modules"
         )
-    made = stack_class(small)
-    run_scans_plainly(made)
+    stack = stack_class(small)
+    run_scans_plainly(stack)
+    ids = torch.zeros(1, 4, dtype=torch.long)
     with torch.no_grad():
-        for p in made.parameters():
+        for p in stack.parameters():
+            noise = torch.randn_like(p)
             if p.dim() < 2:
-                p.add_(0.1 * torch.randn_like(p))
+                p.add_(0.1 * noise)
             else:
-                p.copy_(torch.randn_like(p) * min(p.shape[-1], p.shape[-2]) ** -0.5)
+                p.copy_(noise * min(p.shape[-2:]) ** -0.5)
         # Sizes that do not fit raise here. A copy runs, because a family may keep states from call
         # to call (RecurrentGemma).
-        copy.deepcopy(made.train())(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
-    return made
+        copy.deepcopy(stack.train())(input_ids=ids, use_cache=False)
+    return stack

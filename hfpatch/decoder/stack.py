@@ -19,7 +19,7 @@ from hfpatch.compat import (
 from hfpatch.context import attention  # noqa: F401 (registers ours)
 from hfpatch.context.classes import KeepsSignature, package_of, replaced_forward
 from hfpatch.context.current import (
-    asks_for_hidden_states,
+    asks_for,
     current,
     having,
     not_exchanged,
@@ -39,7 +39,7 @@ from hfpatch.decoder.batch import (
     without_unread_cache,
 )
 from hfpatch.decoder.find import list_of_layers
-from hfpatch.decoder.unpadded import packed_row, runs_as_tried
+from hfpatch.decoder.unpadded import packed_row
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import PatchedLayer, why_not_shared
 from hfpatch.layer.traits import Patched
@@ -70,7 +70,7 @@ class PatchedStack(KeepsSignature):
             return super().forward(**kwargs)
         outer = current.outer
         embeds = outer.embeds if outer.causal else self
-        if asks_for_hidden_states(self, kwargs):
+        if asks_for("output_hidden_states", self, kwargs):
             embeds = None
         with having(outer=outer._replace(embeds=embeds)):
             return super().forward(**kwargs)
@@ -89,23 +89,30 @@ class PatchedStack(KeepsSignature):
         layers = list_of_layers(self) or ()
         # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
         ours = [m for held in layers for m in held.modules() if isinstance(m, PatchedLayer)]
-        # The layers read what is found here. One that is not as tried, or a mixer that remembers
-        # padding, may read it.
-        as_tried = [runs_as_tried(m) for m in ours]
-        traits, runtime = self._hfpatch.traits, self._hfpatch.runtime
+        # Whether each runs in tiles, or untiled for the reason that its small instance had. The layers
+        # read what is found here.
+        as_tried = [look(m).reason in (None, m._hfpatch.traits.reason) for m in ours]
+        traits = self._hfpatch.traits
+        runtime = self._hfpatch.runtime
+        # A layer that is not as tried, or a mixer that remembers padding, may read it.
         watched = traits.mixers and not traits.unpads or not all(as_tried)
         given = read_batch(self, kwargs, watched)
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
-        if runtime is not None and runtime.weights.on and given is not None:
-            runtime.weights_to_host(self, given.tokens.device)
-        batch = None if given is None else _batch_of(self, given, kwargs)
-        if batch is not None:
-            batch.packed = packed_row(given, traits, layers, batch)
         if runtime is not None:
-            behind = given is not None and given.behind
-            runtime.hidden_BT = ~given.rows_mask.bool() if behind else None
-        return _run_stock(self, kwargs) if batch is None else _run_ours(self, batch, kwargs)
+            runtime.hidden_BT = None
+        batch = None
+        if given is not None:
+            if runtime is not None and runtime.weights.on:
+                runtime.weights_to_host(self, given.tokens.device)
+            batch = _batch_of(self, given, kwargs)
+            if runtime is not None and given.behind:
+                runtime.hidden_BT = ~given.rows_mask.bool()
+        if batch is not None:
+            batch.packed = packed_row(given, traits, layers, all(as_tried), batch)
+            return _run_ours(self, batch, kwargs)
+        with having(declined=True):
+            return self._hfpatch_stock(kwargs)
 
 
 def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
@@ -140,19 +147,13 @@ def _run_compiled(stack: "PatchedStack", kwargs):
     return stack._hfpatch_stock(kwargs)
 
 
-def _run_stock(stack: "PatchedStack", kwargs):
-    with having(declined=True):
-        return stack._hfpatch_stock(kwargs)
-
-
 def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
     """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
     with the changes that these functions return.
     """
     given, cached, changes = without_unread_cache(given)
     if given.sequence is not None:
-        asked = kwargs.get("output_router_logits")
-        if getattr(stack.config, "output_router_logits", False) if asked is None else asked:
+        if asks_for("output_router_logits", stack, kwargs):
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)
         given, shared = share_rows(given)
@@ -167,22 +168,16 @@ def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
 
 
 def _refuse_unasked(stack: "PatchedStack") -> None:
-    """ValueError for layers without traits (replaced since apply(), or with another forward):
-    they may mix tokens outside attention."""
-    layers = list_of_layers(stack)
-    if layers is None or not all(map(_was_asked, layers)):
-        refuse_shared_mixers(type(stack), "its layers changed after apply()")
-
-
-def _was_asked(layer) -> bool:
-    """Whether the layer runs as its traits say."""
-    if replaced_forward(layer):
-        return False
-    if not isinstance(layer, PatchedLayer):
-        return package_of(layer) == "torch"  # torch's own wrappers
-    return why_not_shared(layer._hfpatch.traits, look(layer)) is None or not compiled_by_itself(
-        layer
-    )
+    """ValueError for layers that do not run as their traits say (replaced since apply(), or with
+    another forward): they may mix tokens outside attention."""
+    for layer in list_of_layers(stack) or [stack]:
+        if isinstance(layer, PatchedLayer):
+            known = why_not_shared(layer._hfpatch.traits, look(layer)) is None
+            known = known or not compiled_by_itself(layer)
+        else:
+            known = package_of(layer) == "torch"  # torch's own wrappers
+        if replaced_forward(layer) or not known:
+            refuse_shared_mixers(type(stack), "its layers changed after apply()")
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:
@@ -191,16 +186,15 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     If all modules say so, the caller is made to say it too, for one answer also beside padding and
     documents: transformers makes its masks by the config and the call.
     """
-    said = []
+    causal = []
     for layer in layers:
         names = layer._hfpatch.traits.attention if isinstance(layer, PatchedLayer) else ()
         with suppress(AttributeError):  # a layer that was rebuilt runs untiled
-            said += [
-                vars(layer.get_submodule(name)).get("is_causal") in (None, True) for name in names
-            ]
-    if said and not any(said):
+            modules = [layer.get_submodule(name) for name in names]
+            causal += [vars(module).get("is_causal") in (None, True) for module in modules]
+    if causal and not any(causal):
         kwargs["is_causal"] = False
-    return not all(said) or kwargs.get("is_causal") not in (None, True)
+    return not all(causal) or kwargs.get("is_causal") not in (None, True)
 
 
 _outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))

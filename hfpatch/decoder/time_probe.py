@@ -14,15 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import Snapshot, States, state_argument
-from hfpatch.context.current import our_attention
+from hfpatch.compat import States, state_argument
 from hfpatch.decoder import probe
-from hfpatch.layer.arguments import Arguments
-from hfpatch.layer.condition import Condition
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.timed import LayerAsMixer
-from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
 
 # Allowed difference, relative to a result's norm. Aligned tiles agree to 3e-7 or better where a
@@ -30,7 +26,8 @@ from hfpatch.layer.traits import LayerTraits
 CLOSE = {torch.float64: 3e-6, torch.float32: 1e-4}
 VISIBLE = 10  # a lost state must change the result by at least this many times CLOSE
 ODD = 5  # tokens beyond two chunks
-OUTPUT, INPUT = "its output", "its input's gradient"
+OUTPUT = "its output"
+INPUT = "its input's gradient"
 
 
 class Runs:
@@ -50,46 +47,39 @@ class Runs:
         self.mixer = mixer
         self.weights = weights
         self.x = x_BtD.detach().requires_grad_()
-        self.dout: Tensor | None = None
-        self.keys: tuple = ()
+        self.dout = torch.randn_like(x_BtD)  # a mixer's output has its input's shape
         mixer.time = TimeTiles(argument, 1)
 
     def whole(self) -> dict[str, Tensor]:
         """The output and the gradients, from whole rows without states."""
         return self._results(self.mixer.call(self.x, slice(None), 0, self.x.shape[1]))
 
-    def tiles(self, *cuts: int, lost=None, unread=None) -> dict[str, Tensor]:
-        """The same in tiles that end at `cuts`. lost: the state that is zero at each tile's start.
-        unread: the state whose gradient is dropped.
+    def tiles(self, *cuts: int, key=None, change=None) -> dict[str, Tensor]:
+        """The same in tiles that end at `cuts`. `change` is applied to the state `key` at each tile's
+        start.
         """
         after: dict = {}
         outs = []
         for a, b in zip((0, *cuts), cuts):
-            before = {key: x.detach() if key == unread else x for key, x in after.items()}
-            before |= {key: torch.zeros_like(x) for key, x in after.items() if key == lost}
-            states = States(before)
+            states = States({k: change(x) if k == key else x for k, x in after.items()})
             outs.append(self.mixer.call(self.x[:, a:b], slice(None), a, b, states))
             after = states.after
         self.keys = tuple(after)
         return self._results(torch.cat(outs, 1))
 
     def _results(self, out: Tensor) -> dict[str, Tensor]:
-        if self.dout is None:
-            self.dout = torch.randn_like(out)
         inputs = {INPUT: self.x, **self.weights}
-        grads = torch.autograd.grad(out, list(inputs.values()), self.dout, allow_unused=True)
-        found = {name: grad for name, grad in zip(inputs, grads) if grad is not None}
-        return {OUTPUT: out.detach()} | found
+        grads = torch.autograd.grad(out, list(inputs.values()), self.dout, materialize_grads=True)
+        return {OUTPUT: out.detach()} | dict(zip(inputs, grads))
 
 
 def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """The relative difference of each result; infinite where one of two runs has none."""
-    if ours.keys() != theirs.keys():
-        return {"other gradients": float("inf")}
-    least = 1e-6 * max(x.float().norm().item() for x in theirs.values())
+    """The relative difference of each result."""
+    sizes = {name: x.float().norm() for name, x in theirs.items()}
+    least = 1e-6 * max(sizes.values())
     found = {}
-    for name, x in theirs.items():
-        error = (ours[name] - x).float().norm() / x.float().norm().clamp_min(least)
+    for name, size in sizes.items():
+        error = (ours[name] - theirs[name]).float().norm() / size.clamp_min(least)
         found[name] = error.nan_to_num(nan=float("inf")).item()
     return found
 
@@ -100,18 +90,19 @@ def ask_in_time(stack: nn.Module, layer: nn.Module, traits: LayerTraits) -> Laye
         return traits
     if not traits.mixing:
         return replace(traits, carries="")
-    found = {name: _why_whole(stack, layer, traits, name) for name in traits.mixers}
-    named = {name: state_argument(layer.get_submodule(name)) for name in traits.mixers}
-    traits = replace(
-        traits,
-        timed=tuple((name, named[name]) for name, reason in found.items() if reason is None),
-        untimed=tuple((name, reason) for name, reason in found.items() if reason is not None),
-    )
-    alone = not traits.attention and len(traits.timed) == 1 and not traits.untimed
-    argument = state_argument(layer)
-    if not alone or argument is None or _why_whole(stack, layer, traits, "") is not None:
-        return traits
-    return replace(traits, carries=argument)
+    timed = []
+    untimed = []
+    for name in traits.mixers:
+        reason = _why_whole(stack, layer, traits, name)
+        if reason is None:
+            timed.append((name, state_argument(layer.get_submodule(name))))
+        else:
+            untimed.append((name, reason))
+    traits = replace(traits, timed=tuple(timed), untimed=tuple(untimed))
+    alone = not traits.attention and not untimed and len(timed) == 1
+    if alone and _why_whole(stack, layer, traits, "") is None:
+        return replace(traits, carries=state_argument(layer))
+    return traits
 
 
 def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
@@ -126,8 +117,7 @@ def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
         with probe.buffers_copied(layer), torch.enable_grad():
             return _compared(stack, layer, traits, name, argument, chunk_of(module))
     except Exception as error:  # a family's own code
-        said = " ".join(str(error).split())[:80]
-        return f"given states, it raised {type(error).__name__} ({said})"
+        return f"given states, it raised {probe.said(error)}"
 
 
 def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str | None:
@@ -146,9 +136,9 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
     if not name and any(isinstance(x, Tensor) for x in mixer.traced.beside or ()):
         return "it returns tensors beside its output"
     for key in runs.keys if name else ():  # a layer's states are its mixer's, tried before
-        lost = differences(runs.tiles(*cuts, lost=key), whole)[OUTPUT]
-        unread = differences(runs.tiles(*cuts, unread=key), whole)
-        least = min(lost, max(unread.values()))
+        lost = runs.tiles(*cuts, key=key, change=torch.zeros_like)
+        unread = runs.tiles(*cuts, key=key, change=Tensor.detach)
+        least = min(differences(lost, whole)[OUTPUT], max(differences(unread, whole).values()))
         if not least >= VISIBLE * close:
             return f"its {key[0]} state changes too little to compare ({least:.0e})"
     return None
@@ -156,13 +146,12 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
 
 def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple[Mixer, Tensor]:
     """The mixer's call in a row of `tokens` tokens, and the mixer's input."""
-    forward, x, args, kwargs, batch = probe.captured(stack, layer, tokens)
-    arguments = Arguments(args, kwargs, 1, tokens)
-    condition = Condition(Snapshot(layer), traits)
-    ask = Traced(layer, arguments, traits, (stack.config,), batch, condition, forward)
-    with torch.no_grad(), our_attention((stack.config,), batch):
-        parts = ask.before(x, 0, tokens)
+    call, x_BTD = probe.captured(stack, layer, tokens)
+    call = probe.with_traits(call, traits)
     if not name:
-        return LayerAsMixer.of(ask), x
+        return LayerAsMixer.of(call), x_BTD
+    with torch.no_grad():
+        parts = call.before(x_BTD, 0, tokens)
     at = list(traits.mixers).index(name)
-    return ask.mixers[at], parts[3 * len(traits.attention) + at].detach()
+    x = parts[3 * len(traits.attention) + at]
+    return call.mixers[at], x.detach()

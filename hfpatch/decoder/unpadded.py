@@ -20,7 +20,6 @@ from hfpatch.context.current import having
 from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.batch import Given, StackTraits
 from hfpatch.layer.arguments import token_axis
-from hfpatch.layer.condition import look
 from hfpatch.layer.layer import PatchedLayer
 
 # The most padding that stays, as a share of the real tokens. Lengths are rounded up so that few of
@@ -44,8 +43,10 @@ class PackedRow:
         hidden_N = ~batch.given[0].flatten().bool()
         # Real tokens first, in their order, then padding up to N.
         self.at_N = hidden_N.to(torch.uint8).argsort(stable=True)[:N]
-        self.real, filler = bounds[-1], () if N == bounds[-1] else (N,)
-        self.batch = Batch(1, N, batch.device, cu_seq_lens=(*bounds, *filler))
+        self.real = bounds[-1]
+        if N > self.real:
+            bounds = (*bounds, N)  # what is filled up is a document of its own
+        self.batch = Batch(1, N, batch.device, cu_seq_lens=bounds)
         self.form = cache(partial(_packed, self.batch, self.at_N, batch.B, batch.T))
         self.last = (None, 0, None)
 
@@ -57,10 +58,10 @@ class PackedRow:
         leaves, spec = pytree.tree_flatten(
             (args, kwargs), is_leaf=lambda x: isinstance(x, dict) and x is not kwargs
         )
-        given = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
-        if x_BTD.dim() != 3 or any(x is GONE for x in given) or collected_now():
+        leaves = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
+        if x_BTD.dim() != 3 or any(x is GONE for x in leaves) or collected_now():
             return layer(x_BTD, *args, **kwargs)
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
         y_BTD, writes, x_1ND = self.last
         if y_BTD is not x_BTD or version(x_BTD) != writes or x_BTD.is_inference():
             x_1ND = x_BTD.flatten(0, 1).index_select(0, self.at_N)[None]
@@ -71,8 +72,9 @@ class PackedRow:
     def _padded(self, x_BTD: Tensor, y_1ND: Tensor) -> Tensor:
         """A layer's output as [B, T, ...]. Padding keeps the layer's input: with zeros, a norm
         might divide by zero."""
-        at, y = self.at_N[: self.real], y_1ND[0, : self.real]
-        y_BTD = x_BTD.detach().to(y).flatten(0, 1).index_copy(0, at, y).view_as(x_BTD)
+        y_ND = y_1ND[0, : self.real]
+        x_ND = x_BTD.detach().to(y_ND).flatten(0, 1)
+        y_BTD = x_ND.index_copy(0, self.at_N[: self.real], y_ND).view_as(x_BTD)
         self.last = y_BTD, version(y_BTD), y_1ND
         return y_BTD
 
@@ -87,44 +89,41 @@ def _packed(batch: Batch, at_N: Tensor, B: int, T: int, x):
         return x
     if not axis or x.shape[axis - 1] not in (1, B):
         return GONE
-    rows = x.movedim((axis - 1, axis), (0, 1)).expand(B, *(-1,) * (x.dim() - 1))
-    return rows.flatten(0, 1).index_select(0, at_N)[None].movedim((0, 1), (axis - 1, axis))
+    places = (axis - 1, axis)
+    rows = x.movedim(places, (0, 1))
+    tokens = rows.expand(B, *rows.shape[1:]).flatten(0, 1)
+    return tokens.index_select(0, at_N)[None].movedim((0, 1), places)
 
 
-def packed_row(given: Given, traits: StackTraits, layers, batch: Batch) -> PackedRow | None:
+def packed_row(
+    given: Given, traits: StackTraits, layers, as_tried: bool, batch: Batch
+) -> PackedRow | None:
     """The packed row on which layers run in place of padded rows; None if they run on all tokens.
+    as_tried: all patched layers run as in the small instance.
 
     They run on all tokens if any of these holds:
         - something reads padding, or padding lies between real tokens
         - ranks share rows, or attention's probabilities are asked for
         - transformers' mixers run, which do not isolate documents
-        - a layer differs from the one that the small instance tried
+        - a layer differs from the one that the small instance tried: with other modules in it, it may
+          mix tokens, and one that runs untiled may remember padding
+        - a layer was compiled by itself, which would be compiled for each length
         - the small instance's outputs differed
     """
-    able = traits.unpads and (given.tiled or not traits.mixers) and not batch.probabilities
-    if not able or given.rows_mask is None or batch.sequence or not all(map(_as_tried, layers)):
+    able = as_tried and traits.unpads and (given.tiled or not traits.mixers)
+    if not able or given.rows_mask is None or batch.probabilities or batch.sequence:
         return None
+    for layer in layers:
+        if not isinstance(layer, PatchedLayer) or compiled_by_itself(layer):
+            return None
     # The bounds cost nothing extra: the layers would read them, and wait for the device, anyway.
     bounds = batch.rows().real
     N = 0 if bounds is None else _rounded(bounds[-1])
     return PackedRow(batch, bounds, N) if 0 < N < given.B * given.T else None
 
 
-def runs_as_tried(layer: PatchedLayer) -> bool:
-    """Whether a layer runs in tiles, or untiled for the reason that its small instance had."""
-    return look(layer).reason in (None, layer._hfpatch.traits.reason)
-
-
-def _as_tried(layer) -> bool:
-    """Whether a layer behaves as in the small instance, on rows of any length. A layer compiled by
-    itself would be compiled for each length. A layer with other modules in it may mix tokens, and
-    one that runs untiled may remember padding."""
-    if not isinstance(layer, PatchedLayer) or compiled_by_itself(layer):
-        return False
-    return runs_as_tried(layer)
-
-
 def _rounded(tokens: int) -> int:
     """A multiple of the largest power of two within FILLER of the tokens."""
-    step = 1 << max(int(tokens * FILLER), 1).bit_length() - 1
+    filler = max(int(tokens * FILLER), 1)
+    step = 1 << filler.bit_length() - 1
     return -(-tokens // step) * step

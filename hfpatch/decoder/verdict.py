@@ -10,7 +10,6 @@ the report says so.
 
 import copy
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,9 @@ CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
 SHARED_KEYS = "its later layers share its keys, and would store them again when it runs again"
 TILE = 16
-DOCUMENTS = (0, 17, TOKENS)
+# A row of two documents: the tokens of the first, and the row's positions.
+FIRST = 17
+POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(TOKENS - FIRST)])[None]
 
 
 @dataclass
@@ -72,27 +73,26 @@ _verdicts: dict[tuple, Verdict] = {}  # by class of stack, config, kinds of laye
 
 def ask_model(decoder: Decoder) -> Verdict:
     """The verdict on the layers of this model."""
-    n = len(decoder.layers)
-    if not hasattr(decoder.stack, "config"):
+    config = getattr(decoder.stack, "config", None)
+    if config is None:
         return Verdict((), False, "its layers are in a module without a config")
-    shared = SHARED_KEYS if getattr(decoder.stack.config, "num_kv_shared_layers", None) else None
-    if shared and hands_on_keys(decoder.layers[0]):
-        shared = None
-    code = code_asked(decoder.layers)
+    shared = None
+    if getattr(config, "num_kv_shared_layers", None) and not hands_on_keys(decoder.layers[0]):
+        shared = SHARED_KEYS
     kinds = [kind_of(layer) for layer in decoder.layers]
+    # A stack that was cut behind the layer that completes the kinds has the same verdict.
+    first = tuple(kinds[: 1 + max(map(kinds.index, kinds))])
+    stack_class = type(decoder.stack)
     try:
-        # A stack that was cut behind the layer that completes the kinds has the same verdict.
-        first = tuple(kinds[: 1 + max(map(kinds.index, kinds))])
-        config = decoder.stack.config
-        key = type(decoder.stack), config.to_json_string(use_diff=False), first, code
+        settings = config.to_json_string(use_diff=False)
+        key = (stack_class, settings, first, code_asked(decoder.layers))
         if key not in _verdicts:
-            _verdicts[key] = _verdict(type(decoder.stack), config, kinds)
+            _verdicts[key] = _verdict(stack_class, config, kinds)
         found = _verdicts[key]
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        return Verdict(
-            (LayerTraits(reason=why("untried", reason)),) * n, False, shared, isolates=False
-        )
+        untried = LayerTraits(reason=why("untried", reason))
+        return Verdict((untried,) * len(kinds), False, shared, isolates=False)
     unknown = LayerTraits(reason=why("other kind"))
     answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
@@ -108,11 +108,10 @@ def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None
     """The traits of a layer of this kind; None if the small instance has no such layer. Modules
     that the user declared (hfpatch.token_wise) do not count in the comparison of kinds."""
     declared = {name for name, module in layer.named_modules() if type(module) in TOKEN_WISE}
-    others = (
-        (tuple(row for row in known if row[0] not in declared), answer)
-        for known, answer in found.answers.items()
-    )
-    return next((answer for known, answer in others if known == kind), None)
+    for known, answer in found.answers.items():
+        if tuple(row for row in known if row[0] not in declared) == kind:
+            return answer
+    return None
 
 
 def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
@@ -120,22 +119,16 @@ def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
         stack = _in_double(small_stack(stack_class, config, kinds))
         answers = _ask_all(stack)
         # An unidentified mixer does not isolate documents, in transformers either.
-        expected = _Expected(
-            stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values())
-        )
+        packed = all(answer.reason != OTHER_MIXER for answer in answers.values())
+        expected = _Expected(stack, packed)
         found = _settled(answers, expected)
-        never = (
-            "packed" in expected.batches
-            and not found.ours
-            and not _isolates(_patched(stack, found))
-        )
-        if never:
+        found.isolates = found.ours and packed or _isolates(_patched(stack, found))
+        if packed and not found.isolates:
             # A document in a packed row differs from the document alone, however the stack runs
             # (its model takes no positions). Such rows are refused.
             del expected.batches["packed"]
             found = _settled(answers, expected)
-        compared = found.ours and "packed" in expected.batches
-        found.isolates = compared or not never and _isolates(_patched(stack, found))
+            found.isolates = False
         found.unpads = found.ours and found.isolates and expected.unpads(found)
         for kind, layer in _one_of_each(stack).items():
             if kind in found.answers:  # else the layer keeps states of earlier runs
@@ -150,14 +143,9 @@ def _one_of_each(stack: nn.Module) -> dict[tuple, nn.Module]:
 
 def _ask_all(stack: nn.Module) -> dict[tuple, LayerTraits]:
     """The traits of each kind of layer of a small stack."""
-    answers = {}
     known = frozenset().union(*map(kinds_in, list_of_layers(stack)))
-    for kind, layer in _one_of_each(stack).items():
-        try:
-            answers[kind] = replace(probe.ask(stack, layer), kinds=known)
-        except Exception as error:  # raised by the stack before it calls the layer
-            answers[kind] = LayerTraits(reason=why("masks of its own", type(error).__name__))
-    return answers
+    layers = _one_of_each(stack)
+    return {kind: replace(probe.ask(stack, layers[kind]), kinds=known) for kind in layers}
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
@@ -169,10 +157,10 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
     difference = expected.differs(Verdict(asked))
     if difference is None:
         return Verdict(asked)
-    whole = {
-        kind: answer if answer.reason else replace(answer, reason=difference, looked=False)
-        for kind, answer in asked.items()
-    }
+    whole = dict(asked)
+    for kind, answer in asked.items():
+        if answer.reason is None:
+            whole[kind] = replace(answer, reason=difference, looked=False)
     for found in (Verdict(whole), Verdict(whole, ours=False)):
         difference = expected.differs(found)
         if difference is None:
@@ -187,13 +175,10 @@ def _in_double(stack: nn.Module) -> nn.Module:
     does not see itself (GLM-5-Next) becomes NaN.
     """
     wide = copy.deepcopy(stack).double()
-    given = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
-    try:
-        with torch.no_grad():
-            out = copy.deepcopy(wide)(attention_mask=torch.tensor([[1, 1, 0, 1]]), **given)
-    except RuntimeError:
-        return stack
-    return wide if out.last_hidden_state.isfinite().all() else stack
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 0, 1]])
+    hidden = _hidden(copy.deepcopy(wide), ids, attention_mask=mask)
+    return stack if hidden is None or not hidden.isfinite().all() else wide
 
 
 class _Expected:
@@ -202,28 +187,23 @@ class _Expected:
     def __init__(self, stack: nn.Module, packed: bool):
         self.stack = stack
         dtype = next(stack.parameters()).dtype
-        vocabulary = stack.config.vocab_size
-        self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
-        ids = torch.randint(1, vocabulary, (2, TOKENS))
+        weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
+        ids = torch.randint(1, stack.config.vocab_size, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
         visible[1, -5:] = 0
-        a, b = DOCUMENTS[1:]
-        one = slice(0, 1)
-        alone = [
-            {"input_ids": ids[one, :a], "weight": self.weight[one, :a]},
-            {"input_ids": ids[one, a:b], "weight": self.weight[one, a:b]},
-        ]
-        positions = torch.cat([torch.arange(a), torch.arange(b - a)])[None]
-        joined = {"input_ids": ids[one], "weight": self.weight[one], "position_ids": positions}
-        plain = {"input_ids": ids, "weight": self.weight}
-        holes = plain | {"attention_mask": visible, "weight": self.weight * visible[..., None]}
-        self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
+        plain = {"input_ids": ids, "weight": weight}
+        masked = plain | {"attention_mask": visible, "weight": weight * visible[..., None]}
+        # name -> (what transformers runs, what our stack runs in its place)
+        runs = {"plain": ([plain], plain), "masked": ([masked], masked)}
         if packed:
-            self.batches["packed"] = (alone, joined)
+            row = {"input_ids": ids[:1], "weight": weight[:1]}
+            first = {name: x[:, :FIRST] for name, x in row.items()}
+            second = {name: x[:, FIRST:] for name, x in row.items()}
+            runs["packed"] = ([first, second], row | {"position_ids": POSITIONS})
         # Copies run, because a family may keep states from call to call (RecurrentGemma).
-        self.wanted = {
-            name: self._gradients(copy.deepcopy(stack), alone)
-            for name, (alone, _) in self.batches.items()
+        self.batches = {
+            name: (ours, self._gradients(copy.deepcopy(stack), theirs))
+            for name, (theirs, ours) in runs.items()
         }
 
     @staticmethod
@@ -244,34 +224,32 @@ class _Expected:
         """
         ours = _patched(self.stack, replace(found, unpads=True))
         idle_BT = torch.arange(TOKENS) < torch.tensor([[7], [1]])
-        ids = self.batches["plain"][1]["input_ids"]
-        run = partial(ours, input_ids=ids, attention_mask=~idle_BT, use_cache=False)
-        try:
-            with torch.no_grad():
-                wanted = run().last_hidden_state[~idle_BT]
-                with having(labelled=Labelled(idle_BT=idle_BT)):
-                    got = run().last_hidden_state
-        except Exception:  # an argument that a layer cannot take for the packed row
+        ids = self.batches["plain"][0]["input_ids"]
+        wanted = _hidden(ours, ids, attention_mask=~idle_BT)
+        with having(labelled=Labelled(idle_BT=idle_BT)):
+            got = _hidden(ours, ids, attention_mask=~idle_BT)
+        if wanted is None or got is None:  # an argument that a layer cannot take for the packed row
             return False
         # Rounding may send a single token to another expert.
-        error = (got[~idle_BT] - wanted).norm(dim=-1)
-        return bool((~(error <= CLOSE * wanted.norm(dim=-1))).sum() <= 1)
+        error_N = (got - wanted)[~idle_BT].norm(dim=-1)
+        allowed_N = CLOSE * wanted[~idle_BT].norm(dim=-1)
+        return bool((~(error_N <= allowed_N)).sum() <= 1)
 
     def differs(self, found: Verdict) -> Why | None:
         """How a stack with these traits differs from transformers, or None."""
         ours = _patched(self.stack, found)
-        for name, (_, batch) in self.batches.items():
+        for name, (batch, wanted) in self.batches.items():
             if name == "packed" and not found.ours:
                 continue  # transformers' attention runs; there is nothing of ours to compare
             try:
                 got = self._gradients(ours, [batch])
             except Exception as error:  # a layer that cannot be cut may raise anything
                 return why("batch raises", f"{type(error).__name__} on a {name} batch")
-            wanted = self.wanted[name]
             if got.keys() != wanted.keys():
                 return why("other gradients", name)
             for what, value in wanted.items():
-                error, size = (got[what] - value).norm(), value.norm()
+                error = (got[what] - value).norm()
+                size = value.norm()
                 # A bias of unrotated keys shifts all scores alike. Its gradient is zero up to the
                 # rounding of its weight's gradient.
                 weight = wanted.get(what.removesuffix(".bias") + ".weight")
@@ -284,28 +262,32 @@ class _Expected:
 def _isolates(stack: nn.Module) -> bool:
     """Whether a document's output is independent of the document before it in a row whose positions
     restart."""
-    a, b = DOCUMENTS[1:]
-    ids = torch.randint(1, stack.config.vocab_size, (1, b))
-    other = torch.cat([ids[:, :a].flip(1), ids[:, a:]], 1)
-    positions = torch.cat([torch.arange(a), torch.arange(b - a)])[None]
+    ids = torch.randint(1, stack.config.vocab_size, (1, TOKENS))
+    other = torch.cat([ids[:, :FIRST].flip(1), ids[:, FIRST:]], 1)
+    x = _hidden(stack, ids, position_ids=POSITIONS)
+    y = _hidden(stack, other, position_ids=POSITIONS)
+    if x is None or y is None:  # it takes no positions, or refuses such rows itself
+        return False
+    return bool((x - y)[:, FIRST:].norm() <= CLOSE * y[:, FIRST:].norm())
+
+
+def _hidden(stack: nn.Module, ids: Tensor, **arguments) -> Tensor | None:
+    """The stack's last hidden states; None where its own code raises."""
     try:
         with torch.no_grad():
-            run = partial(stack, use_cache=False, position_ids=positions)
-            x, y = (run(input_ids=given).last_hidden_state[:, a:] for given in (ids, other))
-    except Exception:  # it takes no positions, or refuses such rows itself
-        return False
-    return bool((x - y).norm() <= CLOSE * y.norm())
+            return stack(input_ids=ids, use_cache=False, **arguments).last_hidden_state
+    except Exception:
+        return None
 
 
 def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
-    swap(ours, PatchedStack)
     layers = list_of_layers(ours)
-    runtime = LayerRuntime(
-        Checkpointing(offload="gpu", keep="attention", tile=TILE, every=1), len(layers)
-    )
+    policy = Checkpointing(offload="gpu", keep="attention", tile=TILE, every=1)
+    runtime = LayerRuntime(policy, len(layers))
+    swap(ours, PatchedStack)
     ours._hfpatch = Patched(StackTraits(found.ours, unpads=found.unpads), configs, runtime)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):

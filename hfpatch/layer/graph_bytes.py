@@ -21,7 +21,7 @@ def kind_of(layer, x) -> str | None:
     condition = layer._hfpatch.condition
     if condition.kind is None:
         count = Counter(type(m).__name__ for m in layer.modules())
-        names = " ".join(f"{name}*{n}" if n > 1 else name for name, n in sorted(count.items()))
+        names = " ".join(f"{name}*{n}" for name, n in sorted(count.items()))
         condition.kind = f"{names} {getattr(layer, 'layer_type', '')}"
     dtype = autocast_dtype(x.device.type)
     return f"{condition.kind} {'trained' if trains else 'frozen'} {x.dtype} {dtype}"

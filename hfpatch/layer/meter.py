@@ -168,8 +168,7 @@ class Meter:
     def free(self) -> int:
         """Bytes of the device that a first step may take, beside its gradients and an optimizer's
         states of their size."""
-        step = self.step
-        return step.limit - step.base.allocated - 2 * step.coming
+        return self.step.limit - self.step.base.allocated - 2 * self.step.coming
 
     def _read(self) -> Counters:
         """The counters now. Gaps count where about the most is allocated."""
@@ -214,20 +213,12 @@ class Meter:
             self.kinds.setdefault(kind, Kind())
             if step.plan.keeps_all[index] and self._keeps_all(index, kind, solid, limit):
                 return True
-        step.forward.room = self._beside_tiles(solid, limit)
+        # Beside a tiled layer: solid + sources + plan.working <= limit. They take more than
+        # `plan.ahead` only below the step's planned peak, which comes later.
+        takes = solid + step.plan.working
+        most = max(step.plan.ahead, step.planned - takes)
+        step.forward.room = max(0, int(min(most, limit - takes)))
         return False
-
-    def _beside_tiles(self, solid: int, limit: float) -> int:
-        """The most bytes that the sources of copies may take while a tiled layer runs:
-
-            solid + sources + plan.working <= limit
-
-        They take more than `plan.ahead` only below the step's planned peak, which comes later.
-        """
-        plan = self.step.plan
-        below_peak = self.step.planned - solid - plan.working
-        below_limit = limit - solid - plan.working
-        return max(0, int(min(max(plan.ahead, below_peak), below_limit)))
 
     def _keeps_all(self, index: int, kind: str, solid: int, limit: float) -> bool:
         """Whether a layer that is planned to keep all may do so now:
@@ -242,7 +233,7 @@ class Meter:
         later = (self.kinds[name].cost for name, keeps_all in planned if keeps_all)
         kept = solid + (self.kinds[kind].cost + sum(later)) * step.rows
         left = limit - kept - plan.need
-        if (left < 0 or not self.kinds[kind].known) and not plan.firm:
+        if (left < 0 or not self.kinds[kind].cost) and not plan.firm:
             plan.keeps_all[index] = False
             return False
         step.forward.open = (index, kind, solid)
@@ -349,7 +340,7 @@ class Meter:
     def state(self) -> dict:
         return {
             "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
-            "calls": {key: asdict(call) for key, call in self.calls.items()},
+            "calls": {key: asdict(call) for key, call in self.calls.items() if call.measured},
             "spare": self.reserve / self.card, "tile_most": self.tile_most,
         }  # fmt: skip
 

@@ -93,32 +93,26 @@ class Mixer:
         """
         leaves = list(self.leaves)
         batch = self.batch
-        packing = ()
-        if self.bounds is not None or states is not None:
+        parted = self.bounds is not None or states is not None
+        if parted:
             start = a if states is None else self.time.place(a)
             place = rows, start, start + b - a
-            leaves = [self._part(i, rows, a, b, place) for i in range(len(leaves))]
             batch = batch.part(*place)
-            packing = _PACKING
+            for i, axis in enumerate(self.axes):
+                if isinstance(leaves[i], Mask):
+                    leaves[i] = leaves[i].part(*place)
+                elif axis is not None:
+                    part = leaves[i].narrow(axis, a, b - a)
+                    leaves[i] = part[rows] if axis and part.shape[0] == self.B > 1 else part
         leaves[self.at] = x
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        kwargs = {name: value for name, value in kwargs.items() if name not in packing}
+        if parted:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
         if states is not None and self.time.argument:
             kwargs[self.time.argument] = states
         with our_attention(self.configs, batch):  # the mixer may call attention
             out = self._run(args, kwargs)
         return out[0] if isinstance(out, tuple) else out
-
-    def _part(self, index: int, rows: slice, a: int, b: int, place: tuple):
-        """The leaf of this index for tokens a to b of `rows`, which are at `place` in the batch."""
-        leaf = self.leaves[index]
-        axis = self.axes[index]
-        if isinstance(leaf, Mask):
-            return leaf.part(*place)
-        if axis is None:
-            return leaf
-        part = leaf.narrow(axis, a, b - a)
-        return part[rows] if axis and part.shape[0] == self.B > 1 else part
 
     def _run(self, args: tuple, kwargs: dict):
         return self.module(*args, **kwargs)
@@ -207,7 +201,7 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
     return _moved(run(*other_args, **other_kwargs), run(*args, **kwargs), tokens)
 
 
-def _calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
+def calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
     """Module name -> (args, kwargs, output) of each of its calls during run(x), for modules inside
     the layer.
     """
@@ -246,7 +240,7 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, i
     tokens = x_BTD.shape[1]
     if not _mixes(run, (x_BTD,), {}, tokens, known):
         return {}
-    calls = _calls_in(layer, run, x_BTD)
+    calls = calls_in(layer, run, x_BTD)
 
     def constant(name, args, kwargs):
         out = calls[name][0][2]
@@ -267,17 +261,16 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, i
     def within(prefix: str) -> dict[str, int | None]:
         """The mixers among the modules whose names begin so."""
         found: dict[str, int | None] = {}
-        outermost: list[str] = []
-        for name in sorted(calls, key=lambda n: n.count(".")):
-            if not name.startswith(prefix) or any(name.startswith(f"{n}.") for n in outermost):
+        inside = [name for name in calls if name.startswith(prefix)]
+        for name in inside:
+            if any(name.startswith(f"{outer}.") for outer in inside):
                 continue
-            outermost.append(name)
             module = layer.get_submodule(name)
             args, kwargs, _ = calls[name][0]
             if not _mixes(module, args, kwargs, tokens, known):
                 continue
             inner = within(f"{name}.")
-            enough = bool(inner) and None not in inner.values()
+            enough = inner and None not in inner.values()
             if enough:
                 with standing_in(layer, inner, constant):
                     enough = not _mixes(module, args, kwargs, tokens, known)

@@ -139,17 +139,25 @@ class Policies:
         for queue in self.queues.values():
             queue.transfers.settle(room=room)
 
+    def open_queue(self, device: torch.device, policy: Checkpointing) -> None:
+        """Makes the queue of a policy's place, unless it exists."""
+        if (device, policy.offload) not in self.queues:
+            transfers = Transfers(device, policy.tier, policy.directory)
+            self.queues[device, policy.offload] = FetchQueue(transfers)
+
     def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Checkpointing:
         """The first policy of a shape. Ranks that must choose alike do so together."""
         group = self._group(layer, whole)
 
         def open_shape():
             found = self._resolve(layer, longest, x_BTD, whole, group)
-            queue = x_BTD.device, found.offload
-            if queue not in self.queues:
-                self.queues[queue] = FetchQueue(
-                    Transfers(x_BTD.device, found.tier, found.directory)
+            if found.every > 1 and is_sharded(layer):
+                raise ValueError(
+                    f"hfpatch: every={found.every} runs several layers at once, and parameters "
+                    "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
+                    "directory as offload if host memory is short."
                 )
+            self.open_queue(x_BTD.device, found)
             return found
 
         if group is None:
@@ -194,7 +202,7 @@ class Policies:
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
         settings = self.checkpointing
-        if is_sharded(layer):  # layer by layer: a segment would need several at once
+        if settings.every == "auto" and is_sharded(layer):
             settings = dataclasses.replace(settings, every=1)
         # The device is the host, so a copy would only take memory. The meta device has nothing to
         # copy.

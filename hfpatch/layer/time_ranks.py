@@ -48,7 +48,6 @@ class RankTiles(TimeTiles):
     def __init__(self, sequence, *args):
         super().__init__(*args)
         self.sequence = sequence
-        self.device: torch.device | None = None
         self.froms: dict[int, int] = {}
         self.tos: dict[int, int] = {}
         self.states: list[tuple] = []

@@ -71,9 +71,7 @@ class TimeTiles:
 
     def _cut(self, mixer, rows: slice, start: int, end: int, past: int = 0) -> list:
         chunk = chunk_of(mixer.module)
-        tile = self.tile
-        if rows == slice(None):
-            tile //= mixer.B
+        tile = self.tile // (mixer.B if rows == slice(None) else 1)
         tile = max(chunk, tile // chunk * chunk)
         return cut_document(start, end, tile, past % chunk)
 
@@ -174,23 +172,15 @@ class TimeTiles:
             return None
         rows, a, b, _ = pieces[index]
         tile = self.tile_of(x_BTD, rows, a, b)
-        states = self.first_states(index)
-        return lambda: (tile(), states())
+        entry = self.entries[index]
+        ticket = self.transfers.fetch([(s, n, n + 1, None) for s, n, _ in entry.values()])
+
+        def fetched() -> tuple[Tensor, dict]:
+            states = zip(entry.items(), ticket.wait())
+            return tile(), {key: flat.view(shape) for (key, (*_, shape)), flat in states}
+
+        return fetched
 
     def tile_of(self, x_BTD: Tensor, rows: slice, a: int, b: int):
         """A function that returns a tile of x."""
         return lambda: x_BTD[rows, a:b]
-
-    def first_states(self, index: int):
-        """Starts to fetch the first states of tile `index`. Returns a function that waits for them
-        and returns them."""
-        entry = self.entries[index]
-        if not entry:
-            return dict
-        ticket = self.transfers.fetch([(s, n, n + 1, None) for s, n, _ in entry.values()])
-
-        def states() -> dict:
-            shapes = (shape for *_, shape in entry.values())
-            return {key: x.view(n) for key, x, n in zip(entry, ticket.wait(), shapes)}
-
-        return states

@@ -36,7 +36,7 @@ class LayerAsMixer(Mixer):
         batch = traced.batch
         given = Arguments((None, *own.args), own.kwargs, own.B, own.T)
         return cls(
-            traced.layer, *given.flat, 0, given.axes, own.B, traced.configs, batch,
+            traced.layer, given.leaves, given.spec, 0, given.axes, own.B, traced.configs, batch,
             batch.document_bounds, traced=traced,
         )  # fmt: skip
 
@@ -67,7 +67,6 @@ class TimedCall(LayerCall):
         self.mixer = self.time = None
 
     def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
-        self.time.transfers = None
         if where is not None:
             self.time.transfers = self.queue.transfers
             self.x = self.time.saved = self.queue.transfers.save(x_BTD)

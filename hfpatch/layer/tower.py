@@ -16,7 +16,6 @@ from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.layer.layer import TiledLayer, needs_no_gradient
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.whole import offloaded_checkpoint
-from hfpatch.store.transfers import FetchQueue, Transfers
 
 
 def _place(tower: LayerRuntime, x: Tensor) -> Checkpointing:
@@ -25,9 +24,7 @@ def _place(tower: LayerRuntime, x: Tensor) -> Checkpointing:
     if place == "auto":
         place = "host" if x.is_cuda else "gpu"
     policy = replace(LEAST, offload=place)
-    if (x.device, place) not in tower.queues:
-        transfers = Transfers(x.device, policy.tier, policy.directory)
-        tower.queues[x.device, place] = FetchQueue(transfers)
+    tower.open_queue(x.device, policy)
     return policy
 
 
@@ -81,12 +78,13 @@ def _lists(tower: nn.Module) -> list[tuple]:
     found = []
     taken = set()
     for blocks in tower.modules():
-        if not isinstance(blocks, nn.ModuleList) or not len(blocks) or blocks[0] in taken:
+        if not isinstance(blocks, nn.ModuleList) or not blocks or blocks[0] in taken:
             continue
-        own = [
-            isinstance(b, GradientCheckpointingLayer) and "forward" not in vars(b) for b in blocks
-        ]
-        if all(own):
+        if all(map(_is_block, blocks)):
             found.append(tuple(blocks))
-            taken |= {m for block in blocks for m in block.modules()}
+            taken.update(blocks.modules())
     return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer) and "forward" not in vars(module)

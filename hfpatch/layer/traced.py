@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import collecting, values_for_now
-from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
+from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, having, our_attention
 from hfpatch.layer.adapted_experts import experts_forwards
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition
@@ -22,7 +22,6 @@ from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import left_by
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.weight_gradients import walk
-from hfpatch.parts.keeping import keeping
 from hfpatch.parts.unread import add_up, skippable, skipping
 
 
@@ -174,7 +173,7 @@ class Traced:
         one per call.
 
         The recorded tensors follow, then other tensors that the layer returns, each as [B, t, ...].
-        noted, known: as in parts.keeping. unread: skips the values of LayerTraits.unread_after, and
+        noted, known: as in context.current. unread: skips the values of LayerTraits.unread_after, and
         those of the projections whose results are known.
         """
         found = {key: [] for key in self.records} if self.records else {}
@@ -189,7 +188,7 @@ class Traced:
         with (
             self._forwards(names, device.type, unread),
             nullcontext() if self.records is None else collecting(found),
-            keeping(noted, known) if noted is not None or known else nullcontext(),
+            having(gate_up=(noted, known)) if noted is not None or known else nullcontext(),
             replayed(self.rng, ("after", a), device),
         ):
             y = self._run(role, x_BtD, *self.arguments.tile(a, b))

@@ -229,9 +229,7 @@ REASONS = (
         lambda layer, c: stranger_in(layer, c.traits.kinds),
     ),
     # What the small instance showed.
-    Reason("masks of its own", "its model reads masks itself, and cannot read ours ({the error})"),
     Reason("raised", "its small instance raised {an error}"),
-    Reason("not stopped", "{why its forward does not end at its attention}"),
     Reason("other mixer", "it mixes tokens by something other than attention"),
     Reason("more results", "it returns more than hidden states and what belongs to single tokens"),
     Reason("probed attention", "{why the attention that it calls cannot run in tiles}"),

@@ -29,7 +29,7 @@ from hfpatch.compat import (
     values_for_now,
 )
 from hfpatch.context.classes import KeepsSignature, is_patched, is_watched
-from hfpatch.context.current import Labelled, asks_for_hidden_states, current, having
+from hfpatch.context.current import Labelled, asks_for, current, having
 from hfpatch.layer.traits import runtimes_in
 from hfpatch.loss.head import WHOLE, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
@@ -175,7 +175,7 @@ class FusedCausalLM(TellsPositions):
         return modules_of(self.get_submodule(self._hfpatch_holder))[self._hfpatch_head_name]
 
     def _hfpatch_stock(self, kwargs):
-        embeds = None if asks_for_hidden_states(self, kwargs) else self
+        embeds = None if asks_for("output_hidden_states", self, kwargs) else self
         return super()._hfpatch_stock(kwargs, causal=True, embeds=embeds)
 
     def _hfpatch_forward(self, args, kwargs):

@@ -38,7 +38,8 @@ def _activation(act: nn.Module) -> str | None:
     if key not in _known:
         x = torch.linspace(-6, 6, 49, dtype=torch.float64)
         with torch.no_grad():
-            same = (n for n in ACTIVATIONS.values() if torch.allclose(act(x), _act(x, n), 1e-12))
+            y = act(x)
+            same = (n for n in ACTIVATIONS.values() if torch.allclose(y, _act(x, n), 1e-12))
             _known[key] = next(same, None)
     return _known[key]
 
@@ -66,7 +67,8 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 def layouts_in(modules) -> dict[nn.Module, Layout]:
     """The fused experts among these modules that ops/experts.py can run, with their layouts."""
-    return {m: layout for m in modules if (layout := layout_of(m)) is not None}
+    layouts = {m: layout_of(m) for m in modules}
+    return {m: layout for m, layout in layouts.items() if layout is not None}
 
 
 def weights_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -78,7 +80,7 @@ def weights_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     # A config that was copied within a forward names ours.
     if named_experts(module.config) not in (OUR_EXPERTS, *STANDARD_EXPERTS):
         return None
-    pair = module.gate_up_proj, module.down_proj
+    pair = (module.gate_up_proj, module.down_proj)
     for w in pair:
         plain = w.__class__ in (Tensor, nn.Parameter) or is_fake(w)  # no DTensor, none of torchao's
         if not plain or w.dim() != 3 or w.dtype not in (*KERNEL_DTYPES, torch.float64):

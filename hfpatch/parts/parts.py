@@ -1,4 +1,5 @@
-"""Fused norms and MLPs for any family, where a probe on random input agrees.
+"""Fused norms and MLPs for any family, where a probe on random input agrees; embeddings without a
+gradient that is unread.
 
 Agreement means equal bits, or a difference of the one rounding step that fusing saves. Otherwise
 the module keeps transformers' class, and the report says why. Projections are called as modules,
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.compat import (
     OF_ALL,
+    asks_for_input_gradients,
     buffers_of,
     forward_hooks,
     hooks_on_all,
@@ -25,14 +27,19 @@ from hfpatch.compat import (
     parameters_of,
     twin_of,
 )
-from hfpatch.context.classes import replaced_forward
+from hfpatch.context.current import current
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
-from hfpatch.parts.keeping import kept
 
 # --- norms ----------------------------------------------------------------------------------------
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_NORM_DTYPES = (  # of hidden states and of the weight
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+)
 
 
 class FusedRMSNorm:
@@ -54,32 +61,26 @@ def close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
     magnitude."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    step, theirs = torch.finfo(ours.dtype).eps, theirs.double()
-    allowed = steps * step * theirs.abs().clamp_min(theirs.abs().mean())
+    theirs = theirs.double()
+    size = theirs.abs().clamp_min(theirs.abs().mean())
+    allowed = steps * torch.finfo(ours.dtype).eps * size
     return bool(((ours.double() - theirs).abs() <= allowed).all())
 
 
 def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
     """(fused class, its attributes) for this norm, or the reason why it keeps its class."""
-    replaced = replaced_forward(norm)
-    if replaced:
-        return replaced
     eps = next((n for n in _EPS if isinstance(getattr(norm, n, None), (int, float))), None)
-    names = set(parameters_of(norm))
-    if eps is None or not names <= {"weight"} or modules_of(norm) or buffers_of(norm):
+    more = parameters_of(norm).keys() - {"weight"}
+    if eps is None or more or modules_of(norm) or buffers_of(norm):
         return "no RMSNorm with one weight and an epsilon"
-    if list(inspect.signature(type(norm).forward).parameters)[2:]:
-        return "its forward takes more than hidden states"
-    weight = parameters_of(norm).get("weight")
     kind = type(norm)
-    found = _norm_variant(
-        kind, kind.forward, eps, getattr(norm, eps), weight is not None, _plain_items(norm)
-    )
-    return (
-        (FusedRMSNorm, {"_hfpatch": found})
-        if found
-        else "it computes something else than the fused norm"
-    )
+    if list(inspect.signature(kind.forward).parameters)[2:]:
+        return "its forward takes more than hidden states"
+    weighted = parameters_of(norm).get("weight") is not None
+    found = _norm_variant(kind, kind.forward, eps, getattr(norm, eps), weighted, _plain_items(norm))
+    if found is None:
+        return "it computes something else than the fused norm"
+    return FusedRMSNorm, {"_hfpatch": found}
 
 
 def _plain_items(module: nn.Module) -> tuple:
@@ -90,9 +91,8 @@ def _plain_items(module: nn.Module) -> tuple:
     """
     own = module.__dict__
     names = sorted(n for n in own.keys() - OF_ALL if n[0] != "_" and not hasattr(nn.Module, n))
-    return tuple(
-        [(n, own[n]) for n in names if isinstance(own[n], (bool, str, float)) or isroutine(own[n])]
-    )
+    read = [n for n in names if isinstance(own[n], (bool, str, float)) or isroutine(own[n])]
+    return tuple((n, own[n]) for n in read)
 
 
 @cache
@@ -112,24 +112,19 @@ def _norm_variant(
 
 
 def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
-    for x_dtype, w_dtype in (
-        (torch.float32,) * 2,
-        (torch.bfloat16,) * 2,
-        (torch.float16,) * 2,
-        (torch.bfloat16, torch.float32),
-    ):
-        weight = nn.Parameter(make(64).to(w_dtype), requires_grad=False) if weighted else None
+    """exact: to the bit, but in float32, where the order of a sum may differ."""
+    for x_dtype, w_dtype in _NORM_DTYPES:
         x = (3 * make(7, 64)).to(x_dtype)
-        parameters_of(probe).pop("weight", None)
-        if weighted:
-            parameters_of(probe)["weight"] = weight
+        weight = make(64).to(w_dtype) if weighted else None
+        parameters_of(probe)["weight"] = weight
         try:
             with torch.no_grad():
-                theirs, ours = probe(x), ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
+                theirs = probe(x)
         except Exception:  # a family's code may raise anything on a probe: it is another norm then
             return False
-        # In float32 the order of a sum may differ.
-        if not close(ours, theirs, 4 if x_dtype == torch.float32 else int(not exact)):
+        ours = ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
+        steps = 4 if x_dtype == torch.float32 else int(not exact)
+        if not close(ours, theirs, steps):
             return False
     return True
 
@@ -142,6 +137,18 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
 Gated = namedtuple("Gated", "gates kinds activation")
 
 
+class _InPlaceOf(torch.autograd.Function):
+    """Returns `value`. Its gradient goes unchanged to `computed`."""
+
+    @staticmethod
+    def forward(ctx, value, computed):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, dy
+
+
 class FusedMLP:
     """A gated MLP with one kernel for activation(gate) * up."""
 
@@ -150,8 +157,16 @@ class FusedMLP:
     def forward(self, x: Tensor) -> Tensor:
         if not activation_as_found(self):
             return super().forward(x)
-        made = kept(*(getattr(self, name)(x) for name in self._hfpatch.gates))
-        gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
+        made = [getattr(self, name)(x) for name in self._hfpatch.gates]
+        noted, known = current.gate_up
+        if noted is not None:
+            noted[:] = made
+        if known:
+            # The kept values. Their gradients go to the projections, whose values are unread.
+            made = [_InPlaceOf.apply(k, y) for k, y in zip(known, made, strict=True)]
+        if len(made) == 1:
+            made = made[0].chunk(2, dim=-1)
+        gate, up = made
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch.activation))
 
 
@@ -176,51 +191,72 @@ def activation_as_found(mlp: nn.Module) -> bool:
 
 
 _GATES = (("gate_proj", "up_proj"), ("gate_up_proj",))
+_SIZES = {  # of the projections that the probe tries
+    "gate_proj": (16, 24), "up_proj": (16, 24), "gate_up_proj": (16, 48), "down_proj": (24, 16)
+}  # fmt: skip
+
+
+# Where the activation is not as found, its call raises.
+_FusedTwin = type(
+    "_FusedTwin",
+    (FusedMLP, nn.Module),
+    {"_hfpatch_base": nn.Module, "_hfpatch_code": nn.Module.forward},
+)
 
 
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     """(fused class, its attributes) for this MLP, or the reason why it keeps its class."""
-    replaced = replaced_forward(mlp)
-    if replaced:
-        return replaced
-    gates = next(
-        (names for names in _GATES if {*names, "down_proj"} <= modules_of(mlp).keys()), None
-    )
-    if gates is None or parameters_of(mlp):
+    modules = dict(modules_of(mlp))
+    found = [names for names in _GATES if modules.keys() >= {*names, "down_proj"}]
+    if not found or parameters_of(mlp):
         return "no gated MLP"
+    gates = found[0]
     generator = torch.Generator().manual_seed(0)
-
-    def linear(n_in, n_out):
+    for name in (*gates, "down_proj"):
+        n_in, n_out = _SIZES[name]
         # skip_init leaves the caller's random state unchanged.
-        made = nn.utils.skip_init(
+        modules[name] = nn.utils.skip_init(
             nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
         )
-        with torch.no_grad():
-            made.weight.copy_(torch.randn(n_out, n_in, generator=generator) / 4)
-        return made
-
-    inner = {
-        "gate_proj": (16, 24),
-        "up_proj": (16, 24),
-        "gate_up_proj": (16, 48),
-        "down_proj": (24, 16),
-    }
-    others = {n: m for n, m in modules_of(mlp).items() if n not in inner}  # the activation
-    twin = twin_of(mlp, {n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
-    ours = twin_of(mlp, modules_of(twin))
-    ours.__class__ = type(
-        "Probe",
-        (FusedMLP, nn.Module),
-        {"_hfpatch_base": nn.Module, "_hfpatch_code": nn.Module.forward},
-    )
+        weight = torch.randn(n_out, n_in, generator=generator) / 4
+        modules[name].weight.data.copy_(weight)
+    twin = twin_of(mlp, modules)
+    ours = twin_of(mlp, modules)
+    ours.__class__ = _FusedTwin
     kinds = [type(m) for m in _activations(mlp, gates)]
     x = torch.randn(5, 16, generator=generator)
-    for name in dict.fromkeys(ACTIVATIONS.values()):
-        found = ours.__dict__["_hfpatch"] = Gated(gates, kinds, name)
-        try:
-            with torch.no_grad():
-                if close(ours(x), twin(x), 64):
-                    return FusedMLP, {"_hfpatch": found}
-        except Exception as error:  # a family's own code on a probe may raise anything
-            return f"its probe failed ({type(error).__name__})"
+    try:
+        with torch.no_grad():
+            wanted = twin(x)
+            for name in dict.fromkeys(ACTIVATIONS.values()):
+                ours._hfpatch = Gated(gates, kinds, name)
+                if close(ours(x), wanted, 64):
+                    return FusedMLP, {"_hfpatch": ours._hfpatch}
+    except Exception as error:  # a family's own code on a probe may raise anything
+        return f"its probe failed ({type(error).__name__})"
     return "no fused form of its activation"
+
+
+# --- embeddings ------------------------------------------------------------------------------------
+
+
+class FreeEmbedding:
+    """An embedding that ignores enable_input_require_grads() where only reentrant checkpoints need
+    it.
+
+    As a leaf that requires a gradient, the output would live for the whole step, and the first
+    layer would compute a gradient that is unread. The hook still works where the user calls the
+    embedding directly, where hidden states are returned (the caller may read the gradient), and in
+    a frozen model (the backward has no other leaf).
+    """
+
+    def __call__(self, *args, **kwargs):
+        out = super().__call__(*args, **kwargs)
+        embeds = current.outer.embeds
+        if torch.compiler.is_compiling() or embeds is None:
+            return out
+        hooks = forward_hooks(self)
+        if not out.requires_grad or not out.is_leaf or not hooks:
+            return out
+        trains = any(p.requires_grad for p in embeds.parameters())
+        return out.detach() if trains and all(map(asks_for_input_gradients, hooks)) else out

@@ -27,9 +27,8 @@ def base_of(module: nn.Module) -> nn.Module | None:
     base = modules_of(module).get("base_layer")
     if base is None:
         return module
-    lora = "peft.LoraLayer" in kinds_of(type(module)) and type(module).__module__.startswith(
-        "peft.tuners.lora"
-    )
+    kind = type(module)
+    lora = "peft.LoraLayer" in kinds_of(kind) and kind.__module__.startswith("peft.tuners.lora")
     plain = lora and not getattr(module, "lora_variant", None)
     return base_of(base) if plain else None
 
@@ -37,14 +36,13 @@ def base_of(module: nn.Module) -> nn.Module | None:
 def _four_bits(module, dtype) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(module.weight.data, module.weight.quant_state).to(
-        module.compute_dtype or dtype
-    )
+    dense = dequantize_4bit(module.weight.data, module.weight.quant_state)
+    return dense.to(module.compute_dtype or dtype)
 
 
 def _eight_bits(module, dtype) -> Tensor:
-    codes, scales = module.state.CB, module.state.SCB
-    return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+    scales = module.state.SCB.unsqueeze(1).mul(1.0 / 127.0)
+    return module.state.CB.to(dtype, copy=True).mul_(scales)
 
 
 # Class of a quantised Linear -> its dense weight, as its own backward computes it.
@@ -65,18 +63,15 @@ def dense_of(module: nn.Module) -> Callable[[torch.dtype], Tensor] | None:
     return next((partial(_QUANTISED[k], module) for k in _QUANTISED if k in kinds), None)
 
 
-def holds_packed(module: nn.Module) -> bool:
-    """Whether these are fused experts whose parametrizations are bitsandbytes' of 4 bits alone."""
-    made = modules_of(module).get("parametrizations")
-    steps = [] if made is None else [list(one.children()) for one in made.children()]
-    return bool(steps) and all(
-        len(step) == 1 and _PACKED in kinds_of(type(step[0])) for step in steps
-    )
-
-
 def class_of(module: nn.Module) -> type:
-    """The module's class; for packed experts, the class beneath bitsandbytes' parametrization."""
-    return type(module).__mro__[1] if holds_packed(module) else type(module)
+    """The module's class; for fused experts whose parametrizations are bitsandbytes' of 4 bits alone,
+    the class beneath the parametrization."""
+    made = modules_of(module).get("parametrizations")
+    if made is None:
+        return type(module)
+    steps = [step for weight in made.children() for step in weight.children()]
+    packed = steps and all(_PACKED in kinds_of(type(step)) for step in steps)
+    return type(module).__mro__[1] if packed else type(module)
 
 
 # --- torchao's projections that train -------------------------------------------------------------

@@ -4,16 +4,15 @@ equal.
 
 import inspect
 import types
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
 from hfpatch.context.class_code import as_asked
-from hfpatch.context.classes import replaced_forward
 from hfpatch.parts.parts import close
-from hfpatch.parts.unread import is_unread, rotation_without_values
+from hfpatch.parts.unread import UnreadRotation, is_unread
 
 
 class FusedRotation:
@@ -40,15 +39,22 @@ class _Names(dict):
         return self.file_globals[name]
 
 
+# of q and k, and of the angles; the last under autocast
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+)
+
+
 def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor, ...]:
     """(q, k, cos, sin)."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, cos, sin = (
-        torch.randn(shape, generator=generator)
-        for shape in ((2, 4, 5, 16), (2, 2, 5, 16), (1, 5, 8), (1, 5, 8))
-    )
-    cos, sin = (torch.cat((x, x), -1).to(of_angles) for x in (cos, sin))
-    return q.to(dtype), k.to(dtype), cos, sin
+    make = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q = make(2, 4, 5, 16).to(dtype)
+    k = make(2, 2, 5, 16).to(dtype)
+    cos = make(1, 5, 8).repeat(1, 1, 2).to(of_angles)
+    sin = make(1, 5, 8).repeat(1, 1, 2).to(of_angles)
+    return q, k, cos, sin
 
 
 @cache
@@ -61,7 +67,7 @@ def rotation(theirs):
         if not plain or cos.shape[-1] != q.shape[-1]:
             return theirs(q, k, cos, sin, *args, **kwargs)
         if is_unread(q) and is_unread(k):
-            return rotation_without_values(q, k, cos, sin)
+            return UnreadRotation.apply(q, k, cos, sin)
         return ops.rope(q, k, cos, sin)
 
     return rotate
@@ -78,41 +84,32 @@ def rotating(forward, theirs):
     """
     inner = getattr(forward, "__wrapped__", None)
     if inner is not None:
-        return _decorated(forward, inner, rotating(inner, theirs))
+        # A decorator's wrapper holds the function that it calls in a cell of its closure, which
+        # other models share, so the copy gets a cell of its own.
+        cell = types.CellType(rotating(inner, theirs))
+        cells = [cell if c.cell_contents is inner else c for c in forward.__closure__]
+        return _copied(forward, forward.__globals__, tuple(cells))
     own = {
         "apply_rotary_pos_emb": rotation(theirs),
         "__builtins__": forward.__globals__["__builtins__"],
     }
-    names = _Names(forward.__globals__, own)
+    return _copied(forward, _Names(forward.__globals__, own), forward.__closure__)
+
+
+def _copied(function, names: dict, closure):
+    """A copy of a function with these globals and this closure."""
     made = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+        function.__code__, names, function.__name__, function.__defaults__, closure
     )
-    made.__kwdefaults__ = forward.__kwdefaults__
+    made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-def _decorated(forward, inner, made):
-    """A copy of the decorated function `forward` that calls `made` in place of `inner`.
-
-    A decorator's wrapper holds the function that it calls in a cell of its closure, which other
-    models share, so the copy gets a cell of its own.
-    """
-    cells = [types.CellType(made) if c.cell_contents is inner else c for c in forward.__closure__]
-    copied = types.FunctionType(
-        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells)
-    )
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
 
 
 def rope_part(attention: nn.Module) -> tuple[type, dict] | str:
     """(fused class, {}) for this attention, or the reason why it keeps its class."""
     forward = inspect.unwrap(type(attention).forward)
-    reason = replaced_forward(attention)
-    reason = reason or _rope_reason(
-        forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
-    )
-    return reason or (FusedRotation, {})
+    theirs = getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
+    return _rope_reason(forward, theirs) or (FusedRotation, {})
 
 
 @cache
@@ -120,17 +117,14 @@ def _rope_reason(forward, theirs) -> str | None:
     code = getattr(forward, "__code__", None)
     if code is None or theirs is None or "apply_rotary_pos_emb" not in code.co_names:
         return "no plain apply_rotary_pos_emb in its forward"
-    for dtype, of_angles in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),  # under autocast
-    ):
+    for dtype, of_angles in _DTYPES:
         args = _rotation_probe(dtype, of_angles)
         try:
             with torch.no_grad():
-                pairs = zip(ops.rope(*args), theirs(*args))
+                wanted = theirs(*args)
+                ours = ops.rope(*args)
                 # Stock rounds two products and their sum; fused rounds once.
-                if not all(close(ours, his, 8) for ours, his in pairs):
+                if not all(map(close, ours, wanted, (8, 8))):
                     return "its rotation is another"
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its rotation takes other arguments ({type(error).__name__})"

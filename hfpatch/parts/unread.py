@@ -40,9 +40,13 @@ class _Product(torch.autograd.Function):
         ctx.add = add
         ctx.make = None if isinstance(weight, Tensor) else weight
         # A frozen weight needs no x; a saved x would live next to its own gradient.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
+        saved_x = x if ctx.needs_input_grad[1] else None
+        saved_weight = None if ctx.make else weight
+        ctx.save_for_backward(saved_x, saved_weight)
         if value is None:
-            return nn.functional.linear(x, ctx.make(x.dtype) if ctx.make else weight, bias)
+            if ctx.make is not None:
+                weight = ctx.make(x.dtype)
+            return nn.functional.linear(x, weight, bias)
         # A whole row is stored: a rotation in complex numbers (Llama 4) needs contiguous pairs.
         return x.new_full((columns,), value).expand(*x.shape[:-1], columns)
 
@@ -65,13 +69,12 @@ class _Product(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-_product = _Product.apply
-
-
 def _unread_forward(module: nn.Linear, dense, value: float, adding, filled: bool, input: Tensor):
     """Replaces `module.forward` while its values are unread. dense: from quantised.dense_of."""
-    add = adding(module.weight) if adding and not dense else None
-    y = _product(input, dense or module.weight, module.bias, value, module.out_features, add)
+    add = None
+    if adding and not dense:
+        add = adding(module.weight)
+    y = _Product.apply(input, dense or module.weight, module.bias, value, module.out_features, add)
     return y.contiguous() if filled else y
 
 
@@ -80,7 +83,7 @@ def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
     add = adding(module.weight) if input.dtype == module.weight.dtype else None
     if add is None:
         return LINEAR(module, input)
-    return _product(input, module.weight, module.bias, None, 0, add)
+    return _Product.apply(input, module.weight, module.bias, None, 0, add)
 
 
 class UnreadRotation(torch.autograd.Function):
@@ -102,9 +105,6 @@ class UnreadRotation(torch.autograd.Function):
         return *ROPE(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None
 
 
-rotation_without_values = UnreadRotation.apply
-
-
 def is_unread(x: Tensor) -> bool:
     """Whether x is an expanded constant in place of unread values."""
     return x.stride().count(0) > 1
@@ -119,10 +119,10 @@ def can_go_without(module: nn.Module | None) -> bool:
         return True
     if not isinstance(module, nn.Linear) or hasattr(module.weight, "placements"):
         return False
-    if type(module).forward is not LINEAR and dense_of(module) is None:
-        return False
     # torchao's tensors have no mm.
-    return not hasattr(module.weight, "__tensor_flatten__") or is_fake(module.weight)
+    if hasattr(module.weight, "__tensor_flatten__") and not is_fake(module.weight):
+        return False
+    return type(module).forward is LINEAR or dense_of(module) is not None
 
 
 def as_found(layer: nn.Module, name: str) -> bool:

@@ -75,7 +75,7 @@ class Ladder:
         self.rows = run.batch * run.seq_len
         sharded = PLACEMENTS[placement].sharded
         settings = run.checkpointing
-        if sharded:
+        if settings.every == "auto" and sharded:
             settings = replace(settings, every=1)
         # DeepSpeed's buckets need gradients in one order on all ranks.
         if settings.plain == "auto" and run.gpus > 1 and placement.startswith("zero3"):

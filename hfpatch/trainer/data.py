@@ -159,8 +159,9 @@ class Stream(torch.utils.data.IterableDataset):
     """Rows that are made while they are read, shuffled within a buffer, in each epoch anew."""
 
     def __init__(self, encode, data, pad_id: int, seed: int, say):
-        table = datasets.IterableDataset.from_generator(encode, features=TOKENS)
-        self.table = table.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
+        self.table = datasets.IterableDataset.from_generator(encode, features=TOKENS).shuffle(
+            seed=seed, buffer_size=data.shuffle_buffer
+        )
         self.data = data
         self.pad_id = pad_id
         self.say = say

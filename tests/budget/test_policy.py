@@ -171,7 +171,6 @@ def test_a_field_out_of_range_is_refused_by_name(field, wrong):
         ({"aim": "least", "tile": 8}, Checkpointing(aim="least", tile=8)),
         ("least,host", Checkpointing(aim="least", offload="host")),
         ("least,/tmp,tile=8", Checkpointing(aim="least", offload="/tmp", tile=8)),
-        ("gpu,host", Checkpointing(offload="host")),
         (["host", "every=2", "keep=input"], Checkpointing(offload="host", every=2, keep="input")),
         ("keep=12", Checkpointing(keep=12)), ("keep=0", Checkpointing(keep="attention")),
     ],
@@ -183,7 +182,7 @@ def test_checkpointing_means_the_same_everywhere(value, wanted):
 
 @pytest.mark.parametrize(
     "value",
-    [True, False, None, 3, {"tile": "x"}, [3], "tile=x", "keep="],
+    [True, False, None, 3, {"tile": "x"}, [3], "tile=x", "off,tile=8", "gpu,host", "keep="],
 )
 def test_what_checkpointing_does_not_mean_is_one_sentence(value):
     with pytest.raises(ValueError, match="^hfpatch: [^\n]*[.]$"):

@@ -313,13 +313,10 @@ def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
 
 
 def test_layers_in_a_module_that_takes_no_token_ids_are_none_to_try():
-    """BERT's, as a decoder: they run untiled, and the reason says why."""
+    """BERT's, as a decoder: they run untiled."""
     config = CONFIG_MAPPING["bert"](num_hidden_layers=2, is_decoder=True, **_SIZES)
     report = str(hfpatch.apply(AutoModelForCausalLM.from_config(config)))
-    assert (
-        "no small instance of it could be tried (a BertEncoder takes hidden states, no token ids)"
-        in report
-    )
+    assert "no small instance of it could be tried" in report
 
 
 _SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}

@@ -104,7 +104,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{profile} --checkpointing": "--checkpointing must have one value",
         f"{profile} --checkpointing tile=0": 'tile must be "auto" or a positive number of tokens, got 0',
         f"{profile} --checkpointing tiles=4": "aim, got tiles. Did you mean tile?",
-        f"{profile} --checkpointing tile=": "tile must be \"auto\" or a positive number of tokens, got ''",
+        f"{profile} --checkpointing tile=": "must be FIELD=VALUE, got 'tile='",
         f"{profile} --seq-len 1": "seq_len must be a whole number of at least 2, got 1",
         "plan --model @/cut.json": "must be JSON",
         "plan --model @/bytes.json": "must be JSON",
@@ -122,6 +122,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "check nobody/nothing": "its config.json could not be fetched",
         "profile --model llama-tiny --seq-len 64 --steps 0": "--steps must be 1 or more",
         "profile --model llama-tiny --seq-len 64 --warmup -1": "--warmup must be 0 or more",
+        f"{plan} --checkpointing gpu --checkpointing host": "names offload twice, got 'gpu' and 'host'",
     }.items():
         assert words in said(main(line.replace("@", str(tmp_path)).split()), (2,)), line
     assert not (tmp_path / "profile").exists()

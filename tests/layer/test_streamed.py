@@ -331,3 +331,11 @@ def test_layers_that_run_untiled_cannot_be_trained():
     model.base_model.model.model.layers[0].self_attn.register_forward_hook(lambda *args: None)
     with pytest.raises(ValueError, match="^hfpatch: [^\n]*needs layers that run tiled[^\n]*$"):
         tiny.step(model, tiny.labelled())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"frozen_weights": "disk"}, {"frozen_weights": "host", "plain": 2}]
+)
+def test_settings_out_of_range(settings):
+    with pytest.raises(ValueError, match="^hfpatch: [^\n]*$"):
+        hfpatch.Checkpointing(**settings)

@@ -65,6 +65,8 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
         ("both patch the model", {"use_liger_kernel": True}),
         ("--gradient_checkpointing and hfpatch", {"gradient_checkpointing": True}),
         ("works with --impl hfpatch only", {"impl": "hf", "checkpointing": "tile=64"}),
+        ('checkpointing "off" takes no fields', {"checkpointing": ["off", "tile=64"]}),
+        ("offload twice, got 'gpu' and 'host'", {"checkpointing": ["gpu", "host"]}),
         ("--shuffle_buffer works with --streaming", {"shuffle_buffer": 5}),
         ("--eval_split works with --eval_data", {"eval_split": "test"}),
         (
