@@ -28,9 +28,12 @@ def sums_in_matmul(x: Tensor, dtype: torch.dtype) -> bool:
 def into(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, first: bool) -> None:
     """Adds a_MK @ b_KN to the sum out_MN, of their dtype or (see sums_in_matmul) float32; `first`
     overwrites the sum instead."""
+    same = out_MN.dtype == a_MK.dtype
     aten = torch.ops.aten
-    if out_MN.dtype == a_MK.dtype:
-        out_MN.addmm_(a_MK, b_KN, beta=0 if first else 1)
+    if first and same:
+        torch.mm(a_MK, b_KN, out=out_MN)
+    elif same:
+        out_MN.addmm_(a_MK, b_KN)
     elif first:
         aten.mm.dtype_out(a_MK, b_KN, out_MN.dtype, out=out_MN)
     else:
