@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama as hf
 
@@ -170,18 +169,6 @@ def test_loss_scaled_and_added(way):
     )
     for name in got:
         tiny.numerics.assert_close(got[name], plain[name], exact[name], name)
-
-
-def test_gradients_by_torch_func_are_refused_by_a_sentence():
-    ours = tiny.patched(tiny.llama())
-    parameters = {name: p.detach() for name, p in ours.named_parameters()}
-    loss = lambda parameters: torch.func.functional_call(ours, parameters, (), tiny.labelled()).loss  # noqa: E731
-    with pytest.raises(
-        AssertionError, match="hfpatch: torch.func .* do not work on a patched model"
-    ):
-        torch.func.grad(loss)(parameters)
-    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(AssertionError, match="hfpatch:"):
-        ours(**tiny.labelled())
 
 
 def test_an_empty_batch_is_transformers_error():

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 def engine_hook(module: nn.Module):
     """accelerate's hook on a module, or None."""
-    own = module.__dict__
-    return own["_hf_hook"] if "_hf_hook" in own else None
+    return module.__dict__.get("_hf_hook")
 
 
 def hooked_forward(module: nn.Module) -> str:
@@ -71,8 +70,7 @@ def as_before_fsdp2(model: nn.Module):
 
 def under_zero3(module: nn.Module) -> bool:
     """Whether DeepSpeed holds shards of this module's parameters: it marks all of them or none."""
-    first = next(module.parameters(), None)
-    return first is not None and "ds_id" in first.__dict__
+    return any("ds_id" in parameter.__dict__ for parameter in module.parameters())
 
 
 def gather_as_one(layer: nn.Module, wanted: bool) -> None:
@@ -117,21 +115,6 @@ def is_shard(parameter: Tensor) -> bool:
 def is_view_of_flat(tensor: Tensor) -> bool:
     """Whether a tensor is FSDP1's view into such a flat row (TRL ships an fsdp1.yaml)."""
     return "_fsdp_flattened" in tensor.__dict__
-
-
-@contextmanager
-def plain_construction():
-    """A context in which modules have whole parameters, also under DeepSpeed's zero.Init."""
-    partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    active = partition is not None and getattr(partition, "zero_init_context", None)
-    if not active:
-        yield
-        return
-    partition.shutdown_init_context()
-    try:
-        yield
-    finally:
-        partition.restore_init_context()
 
 
 def _variable(function, name: str):
@@ -186,10 +169,3 @@ def parallelism_config():
     """accelerate's ParallelismConfig of this run, also one that `accelerate launch` made without
     TrainingArguments."""
     return getattr(_accelerator_state(), "parallelism_config", None)
-
-
-def context_parallel_group():
-    """The process group of accelerate's context parallelism, also outside its context, or None."""
-    mesh = getattr(_accelerator_state(), "device_mesh", None)
-    shares = getattr(parallelism_config(), "cp_enabled", False) and mesh is not None
-    return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None

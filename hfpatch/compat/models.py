@@ -13,47 +13,27 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 def cache_name(arguments) -> str | None:
     """The name of the cache in `arguments` (keywords, or a model's output), also if it is None."""
-    for name in CACHE_NAMES:
-        if name in arguments:
-            return name
-    return None
-
-
-def record_outputs_like(made: type, base: type) -> None:
-    """Registers for `made` the outputs that output_hidden_states and the like record of `base`.
-
-    transformers looks them up by the class's full name.
-    """
-    from transformers.modeling_utils import _CAN_RECORD_REGISTRY
-
-    found = getattr(base, "_can_record_outputs", None)
-    if found is not None:
-        dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), found)
-
-
-@functools.cache
-def _collector():
-    """transformers' variable for the outputs that output_hidden_states, output_router_logits and
-    the like collect."""
-    from transformers.utils.output_capturing import _active_collector
-
-    return _active_collector
+    return next((name for name in CACHE_NAMES if name in arguments), None)
 
 
 def collected_now() -> dict:
-    """The lists to which this forward's recorded outputs are added; empty without any."""
-    return _collector().get() or {}
+    """The lists to which the outputs are added that output_hidden_states, output_router_logits and
+    the like record of this forward; empty without any."""
+    from transformers.utils.output_capturing import _active_collector
+
+    return _active_collector.get() or {}
 
 
 @contextmanager
 def collecting(lists: dict):
     """A context in which recorded outputs are added to these lists."""
-    collector = _collector()
-    token = collector.set(lists)
+    from transformers.utils.output_capturing import _active_collector
+
+    token = _active_collector.set(lists)
     try:
         yield
     finally:
-        collector.reset(token)
+        _active_collector.reset(token)
 
 
 def _sizes(model, *names: str) -> list[int]:
@@ -83,12 +63,10 @@ def names_attention(config) -> bool:
     return hasattr(config, "_attn_implementation")
 
 
-def name_attention(config, name: str | None) -> str | None:
-    """Sets the attention of this config alone; the property's setter would write into sub-configs
-    too. Returns the previous name."""
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = name
-    return before
+def attention_row(config, name: str | None) -> tuple:
+    """(table, key, name) by which this config alone names that attention; the property's setter
+    would write into sub-configs too."""
+    return vars(config), "_attn_implementation_internal", name
 
 
 def run_experts_plainly(config) -> None:
@@ -125,9 +103,9 @@ def experts_of(config) -> str | None:
     return getattr(config, "_experts_implementation_internal", "") if _expert_tables() else ""
 
 
-def name_experts(config, name: str | None) -> None:
-    """Sets that name in this config alone."""
-    config._experts_implementation_internal = name
+def experts_row(config, name: str | None) -> tuple:
+    """(table, key, name) by which this config alone names that function."""
+    return vars(config), "_experts_implementation_internal", name
 
 
 def gate_of(module: nn.Module):

@@ -26,7 +26,6 @@ _ON_ALL = tuple(f"_global{n}" for n in _ALL_HOOKS)
 # Attributes that change the course of a module's forward, which a backward restores: training or
 # not, and which of PEFT's adapters are on.
 _SWITCHES = ("training", "_disable_adapters", "_active_adapter")
-_SAYS = (bool, str, list)
 
 OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 
@@ -37,19 +36,14 @@ GONE = object()  # the value of a deleted or missing attribute
 def switches_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
     """The switches of a layer's modules, of which the layer is the first: (the dict that holds a
     switch, its name, its value).
-
-    A forward on an instance counts as a switch: older transformers record outputs by one while the
-    model's forward runs.
     """
     rows = []
     for module in modules:
         own = module.__dict__
         for name in _SWITCHES:
-            if name in own and own[name].__class__ in _SAYS:
+            if name in own and own[name].__class__ in (bool, str, list):
                 value = own[name]
                 rows.append((own, name, value.copy() if value.__class__ is list else value))
-        if "forward" in own and module is not modules[0]:
-            rows.append((own, "forward", forward_in(own)))
     return rows
 
 
@@ -63,6 +57,12 @@ class _MadeFrom(dict):
 
 
 MADE_FROM = _MadeFrom()
+
+
+def code_of_class(kind: type) -> tuple:
+    """A class's forward, and the rotation of its file, which some libraries replace process-wide."""
+    file = sys.modules.get(kind.__module__)
+    return MADE_FROM[kind].forward, getattr(file, "apply_rotary_pos_emb", None)
 
 
 class Snapshot:
@@ -82,25 +82,23 @@ class Snapshot:
             versions of weights do not show a merge.
     """
 
-    __slots__ = ("inside", "made_of", "names", "hooks", "ran", "merged")
+    __slots__ = ("inside", "made_of", "ran", "merged")
 
     def __init__(self, layer: nn.Module):
         self.inside = modules_in(layer)[1:]
-        self.made_of, self.names, self.hooks, self.merged = self._read(layer)
+        self.made_of, self.merged = self._read(layer)
         kinds = {module.__class__: None for module in (layer, *self.inside)}
         self.ran = [MADE_FROM[kind].forward for kind in kinds]
         for module in self.inside:
-            there = _hooks(module, _ALL_HOOKS)
-            forward = forward_in(module.__dict__)
-            there += [] if forward is GONE else [forward]
-            for x in there:
+            code = _hooks(module, _ALL_HOOKS)
+            if "forward" in module.__dict__:
+                code.append(module.__dict__["forward"])
+            for x in code:
                 if not _home(x).startswith(_LIBRARIES):
                     self.ran += (module, x)
 
-    def _read(self, layer: nn.Module) -> tuple[list, list, list, list]:
+    def _read(self, layer: nn.Module) -> tuple[list, list]:
         made_of = []
-        names = []
-        hooks = []
         merged = []
         kinds = {}
         for module in (layer, *self.inside):
@@ -110,25 +108,24 @@ class Snapshot:
             made_of.append(kind)
             kinds[kind] = None
             if "forward" in own:
-                made_of.append(_code_of(forward_in(own)))
-            names += parameters_of(module)
-            names += buffers_of(module)
+                made_of.append(_code_of(own["forward"]))
+            made_of += parameters_of(module)
+            made_of += buffers_of(module)
             if "merged_adapters" in own:
                 merged.append(len(own["merged_adapters"]))
             for name in _ALL_HOOKS:
                 if name in own and own[name]:
                     # By their handles' numbers too, which are given once: the same function may
                     # come on another module, and a new one in the place of one that is gone.
-                    hooks += (*own[name], *map(id, own[name].values()))
+                    made_of += (*own[name], *map(id, own[name].values()))
         for kind in kinds:
-            file = sys.modules.get(kind.__module__)  # some libraries replace its rotation
-            made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)
-            made_of.append(getattr(file, "apply_rotary_pos_emb", None))
-        return made_of, names, hooks, merged
+            made_of.append(getattr(kind, "forward", None))
+            made_of += code_of_class(kind)
+        return made_of, merged
 
     def holds(self, layer: nn.Module) -> bool:
         """Whether the layer still has the structure of this snapshot."""
-        return self._read(layer) == (self.made_of, self.names, self.hooks, self.merged)
+        return self._read(layer) == (self.made_of, self.merged)
 
     def runs_alike(self, layer: nn.Module) -> bool:
         """Whether a backward that runs the layer again runs the code of its forward."""
@@ -142,16 +139,15 @@ def _code_of(forward):
     """The code that a forward on an instance runs. Not the forward itself: its closure may hold the
     layer that holds this snapshot.
     """
-    while isinstance(forward, partial):
-        forward = forward.func
-    forward = getattr(forward, "__func__", forward)
-    return getattr(forward, "__code__", type(forward))
+    inner = inner_function(forward)
+    return getattr(inner, "__code__", type(inner))
 
 
-def forward_in(own: dict):
-    """The forward in an instance's attributes; GONE if it has its class's."""
-    held = own.get("forward")
-    return GONE if held is None else held
+def inner_function(code):
+    """The function beneath partials and a bound method."""
+    while isinstance(code, partial):
+        code = code.func
+    return getattr(code, "__func__", code)
 
 
 def modules_of(module: nn.Module) -> dict:
@@ -173,20 +169,10 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
     todo = [module]
     while todo:
         one = todo.pop()
-        if one is None or one in found:
-            continue
-        found[one] = None
-        own = one.__dict__
-        below = own["_modules"] if "_modules" in own else modules_of(one)
-        if below:
-            todo += reversed(below.values())
+        if one is not None and one not in found:
+            found[one] = None
+            todo += reversed(modules_of(one).values())
     return list(found)
-
-
-def all_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """module.parameters(), but faster, as modules_in is."""
-    found = (p for one in modules_in(module) for p in parameters_of(one).values())
-    return list(dict.fromkeys(p for p in found if p is not None))
 
 
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
@@ -229,17 +215,12 @@ _LIBRARIES = (*_SERVE_ANY_OUTPUT, "torch.", "peft.", "trl.")
 
 def _home(hook) -> str:
     """The module that defines a hook, followed by a dot."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    inner = inspect.unwrap(getattr(hook, "__func__", hook))
+    inner = inspect.unwrap(inner_function(hook))
     return f"{getattr(inner, '__globals__', {}).get('__name__') or type(inner).__module__}."
 
 
-def user_hooks(module: nn.Module, hooks=None) -> list:
-    """Hooks on this module (or among `hooks`), without those of engines and transformers, which
-    read no values.
-    """
-    hooks = _hooks(module, _ALL_HOOKS) if hooks is None else hooks
+def user_hooks(hooks) -> list:
+    """Those of hooks that are not engines' and transformers', which read no values."""
     return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
 
 
@@ -249,20 +230,17 @@ def hooks_on_all() -> list:
     """
     found = []
     for name in _ON_ALL:  # every tile runs this: no call if there are no hooks
-        if name in _EVERYWHERE and _EVERYWHERE[name]:
+        if _EVERYWHERE[name]:
             found += _EVERYWHERE[name].values()
-    return (
-        [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))]
-        if found
-        else found
-    )
+    return [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))]
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     """The first of these modules with a user's hook, or None."""
     for module in modules:
         for name in _ALL_HOOKS:
-            if name in module.__dict__ and module.__dict__[name] and user_hooks(module):
+            hooks = module.__dict__.get(name)
+            if hooks and user_hooks(hooks.values()):
                 return module
 
 
@@ -296,12 +274,6 @@ def _put_back(before: list[tuple[dict, str, object]]) -> None:
         put(*row)
 
 
-@contextmanager
 def unwatched():
     """A context in which no hook on all modules of the process runs."""
-    noted = {n: _EVERYWHERE[n] for n in _ON_ALL if _EVERYWHERE.get(n)}
-    _EVERYWHERE.update({n: type(hooks)() for n, hooks in noted.items()})
-    try:
-        yield
-    finally:
-        _EVERYWHERE.update(noted)
+    return values_for_now([(_EVERYWHERE, name, type(_EVERYWHERE[name])()) for name in _ON_ALL])

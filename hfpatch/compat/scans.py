@@ -2,59 +2,42 @@
 
 import inspect
 import sys
-from contextlib import contextmanager
 
 from torch import nn
 
-_CHOOSES = (
-    # its wrappers run a package's kernel in place of the function that they wrap
-    "transformers.integrations.hub_kernels"
-)
+from hfpatch.compat.modules import values_for_now
 
 
-def run_scans_plainly(model: nn.Module) -> None:
-    """Turns kernels off in the mixers of older models: on a CPU they raise if the config asks for
-    kernels, which is its default.
-    """
-    for module in model.modules():
-        if hasattr(module, "use_fast_kernels"):
-            module.use_fast_kernels = False
-
-
-@contextmanager
 def plain_scans():
     """A context in which transformers' mixers run its own code in place of packages' kernels
     (causal_conv1d, mamba_ssm, flash-linear-attention), which support no CPU, float64 or fake
     tensors.
     """
-    before = []
-    try:
-        for file in [
-            m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")
-        ]:
-            for name, value in list(vars(file).items()):
-                plain = _plain_form(value, vars(file))
+    rows = []
+    for file, module in list(sys.modules.items()):
+        if file.startswith("transformers.models."):
+            names = vars(module)
+            for name, value in names.items():
+                plain = _plain_form(value, names)
                 if plain is not None:
-                    before.append((file, name, value))
-                    setattr(file, name, plain)
-        yield
-    finally:
-        for file, name, value in reversed(before):
-            setattr(file, name, value)
+                    rows.append((names, name, plain))
+    return values_for_now(rows)
 
 
 def _plain_form(value, names: dict):
     """The function of a file that a wrapper, which may run a kernel, was put around; None for
     another value.
 
-    names: the file's globals. If `kernels` is installed, the wrapper is a module that holds another
+    names: the file's globals. The wrappers of hub_kernels run a package's kernel in place of the
+    function that they wrap. If `kernels` is installed, the wrapper is a module that holds another
     one.
     """
     if isinstance(value, nn.Module):
         cells = getattr(type(value).forward, "__closure__", None) or ()
         found = (_plain_form(cell.cell_contents, names) for cell in cells)
         return next((plain for plain in found if plain is not None), None)
-    if not inspect.isfunction(value) or value.__globals__.get("__name__") != _CHOOSES:
+    wrappers = "transformers.integrations.hub_kernels"
+    if not inspect.isfunction(value) or value.__globals__.get("__name__") != wrappers:
         return None
     plain = inspect.unwrap(value)
     return plain if getattr(plain, "__globals__", None) is names else None

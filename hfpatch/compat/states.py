@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfpatch.compat.models import CACHE_NAMES
+from hfpatch.compat.models import cache_name
 
 
 def state_argument(module: nn.Module) -> str | None:
     """The argument by which a mixer receives its past states, or None."""
-    names = inspect.signature(type(module).forward).parameters
-    return next((name for name in CACHE_NAMES if name in names), None)
+    return cache_name(inspect.signature(type(module).forward).parameters)
 
 
 class _Layers:

@@ -34,6 +34,3 @@ class Turn:
 
     def __exit__(self, *exc):
         self.lock.release()
-
-
-__all__ = ["Turn"]

@@ -4,6 +4,7 @@ Attention hands its call to the role that is current, or computes the result its
 """
 
 import inspect
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,40 +14,40 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hfpatch.attention.heads import Attention
 from hfpatch.compat import autocast_dtype
 from hfpatch.context.current import NAME, Asked, current, named, not_exchanged
-from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
+from hfpatch.context.masks import ANSWERED, Mask, describe
 from hfpatch.context.ranks import attends_to_all_before
 from hfpatch.parallel.exchange import ExchangedAttention
 
 
-def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None,
-         local_size=None,
-         use_vmap=False, device=None, **kwargs):  # fmt: skip
-    """A Mask. The keywords are the keywords of transformers' own mask functions."""
+def mask(
+    *,
+    kv_length,
+    mask_function,
+    config,
+    dtype=None,
+    kv_offset=0,
+    local_size=None,
+    use_vmap=False,
+    **kwargs,
+) -> Mask:
+    """A Mask. The keywords are those of transformers' own mask functions."""
     batch = current.batch
-    if batch is None:  # the model is not patched: only the arguments describe its tokens
-        batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
-    added = (
-        kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
-    )
+    added = dtype if named(config).attention == "eager" else None
     if not use_vmap and kv_length == batch.t and not kv_offset:
         kind = describe(mask_function, local_size)
         if kind is not None:
             return Mask(batch, added=added, **kind)
-    sizes = {"q_length": q_length, "local_size": local_size, "device": device}
-    given = (
-        {name: x for name, x in sizes.items() if x is not None}
-        | kwargs
-        | {
-            "batch_size": batch_size,
-            "kv_length": kv_length,
-            "kv_offset": kv_offset,
-            "attention_mask": attention_mask,
-            "mask_function": batch.within_documents(mask_function) if use_vmap else mask_function,
-            "use_vmap": use_vmap,
-            "allow_is_causal_skip": False,
-        }
-    )
-    return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given), added=added)
+    if use_vmap:
+        mask_function = batch.within_documents(mask_function)
+    kwargs |= {
+        "kv_length": kv_length,
+        "kv_offset": kv_offset,
+        "local_size": local_size,
+        "mask_function": mask_function,
+        "use_vmap": use_vmap,
+        "allow_is_causal_skip": False,
+    }
+    return Mask(batch, build=partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **kwargs), added=added)
 
 
 def attention(
@@ -65,19 +66,22 @@ def attention(
 
     The mask holds the window, as in transformers' own eager and sdpa functions.
     """
-    if attention_mask is None and current.batch is not None and current.batch.sequence is not None:
+    if attention_mask is None and current.batch.sequence is not None:
         # accelerate's hooks drop masks; before 1.15 they drop masks of windows too
         if not attends_to_all_before(getattr(module, "config", None)):
             raise not_exchanged(
                 "a window whose mask accelerate took away (hfpatch.Callback keeps it)"
             )
         attention_mask = Mask(current.batch)
-    asked = Asked(
-        module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None
-        else scaling, softcap, s_aux,
-        dropout if getattr(module, "training", True) else 0.0, _told(module, kwargs),
-    )  # fmt: skip
-    return _whole(asked, kwargs) if current.role is None else (current.role(asked), None)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if not getattr(module, "training", True):
+        dropout = 0.0
+    told = _told(module, kwargs)
+    asked = Asked(module, query, key, value, attention_mask, scaling, softcap, s_aux, dropout, told)
+    if current.role is None:
+        return _whole(asked, kwargs)
+    return current.role(asked), None
 
 
 def _own_eager(module):
@@ -92,7 +96,9 @@ def _told(module, kwargs) -> str | None:
     """
     given = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
     function = _own_eager(module) if given else None
-    known = inspect.signature(function).parameters if function is not None else ()
+    if function is None:
+        return None
+    known = inspect.signature(function).parameters
     return next((name for name in given if name in known), None)
 
 
@@ -101,7 +107,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, call, sequence):
-        ctx.attention = Attention(wide=True) if sequence is None else ExchangedAttention(sequence)
+        ctx.attention = Attention(wide=True)
+        if sequence is not None:
+            ctx.attention = ExchangedAttention(sequence)
         outs, lses = ctx.attention.forward([call], [], [q, k, v])
         ctx.save_for_backward(q, k, v, *outs, *lses)
         return outs[0]
@@ -109,34 +117,34 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         grads = [None, None, None]
-        lses = kept[len(kept) // 2 :]
-        dsinks = ctx.attention.backward([q, k, v], [dout], kept.__getitem__, lses, grads)
+        dsinks = ctx.attention.backward([q, k, v], [dout], [out].__getitem__, [lse], grads)
         return *grads, *dsinks, None, None
 
 
 def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     """(out, probabilities or None) of whole rows. kwargs: the other arguments of the call."""
-    batch, reason = current.batch, asked.why_not_tiled()
-    scaled = asked.softcap is not None or asked.sinks_H is not None
-    sequence = None if batch is None else batch.sequence
-    if sequence is not None and reason:
+    batch = current.batch
+    reason = asked.why_not_tiled()
+    if reason is not None and batch.sequence is not None:
         raise not_exchanged(reason)
-    if sequence is None:
-        if batch is not None and batch.probabilities or asked.told or reason and scaled:
-            return _by_family(asked, kwargs)
-        if reason is not None:
-            return _plain(asked), None
-    return _Attention.apply(*_cast(asked), asked.sinks_H, asked.call(), sequence), None
+    scaled = asked.softcap is not None or asked.sinks_H is not None
+    if batch.probabilities or asked.told or reason and scaled:
+        return _by_family(asked, kwargs)
+    if reason is not None:
+        return _plain(asked), None
+    q, k, v = _cast(asked)
+    return _Attention.apply(q, k, v, asked.sinks_H, asked.call(), batch.sequence), None
 
 
 def _cast(asked: Asked) -> list[Tensor]:
     """q, k and v as [B, T, H, E], in autocast's dtype."""
     qkv = [x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)]
     cast = autocast_dtype(qkv[0].device.type)
-    casts = cast is not None and qkv[0].dtype != torch.float64
-    return [x.to(cast) for x in qkv] if casts else qkv
+    if cast is None or qkv[0].dtype == torch.float64:
+        return qkv
+    return [x.to(cast) for x in qkv]
 
 
 def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
@@ -165,17 +173,16 @@ def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
 
 def _plain(asked: Asked) -> Tensor:
     """Attention with a dense mask or dropout, computed as transformers' own functions do."""
-    q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
     mask, causal = _mask_and_causal(asked)
     out = torch.nn.functional.scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        asked.q_BHTE,
+        asked.k_BKTE,
+        asked.v_BKTE,
         mask,
         asked.dropout,
         causal and mask is None,
         scale=asked.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=asked.q_BHTE.shape[1] != asked.k_BKTE.shape[1],
     )
     return out.transpose(1, 2).contiguous()
 

@@ -1,19 +1,6 @@
 """The code that a class of modules runs, and whether it changed since `apply`."""
 
-import sys
-
-from hfpatch.compat import MADE_FROM
-
-
-def _code(kind: type) -> tuple:
-    """A class's forward, and the rotation of its file.
-
-    Some libraries replace the rotation process-wide.
-    """
-    return MADE_FROM[kind].forward, getattr(
-        sys.modules.get(kind.__module__), "apply_rotary_pos_emb", None
-    )
-
+from hfpatch.compat import code_of_class
 
 _asked: dict[type, tuple] = {}
 
@@ -23,11 +10,13 @@ def code_asked(layers) -> frozenset:
 
     `as_asked` compares with it later. It is part of the key of a cached verdict.
     """
-    found = {kind: _code(kind) for kind in {type(m) for layer in layers for m in layer.modules()}}
+    found = {
+        kind: code_of_class(kind) for kind in {type(m) for layer in layers for m in layer.modules()}
+    }
     _asked.update(found)
     return frozenset(found.items())
 
 
 def as_asked(kind: type) -> bool:
     """Whether a class still has the code that the probe of its model saw."""
-    return _asked.get(kind) in (None, _code(kind))
+    return _asked.get(kind) in (None, code_of_class(kind))

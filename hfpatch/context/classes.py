@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 from collections import namedtuple
-from functools import cache, partial, wraps
+from functools import cache, wraps
 
 import torch
 from torch import nn
@@ -20,9 +20,9 @@ from hfpatch.compat import (
     MADE_FROM,
     Turn,
     hooks_on_all,
+    inner_function,
     members_of,
     modules_in,
-    record_outputs_like,
     values_for_now,
     watched_by_user,
 )
@@ -30,7 +30,8 @@ from hfpatch.context.current import asks_for, refuse_in_the_midst
 
 
 def _rebuild(part: type, base: type):
-    return (made := mixed(part, base)).__new__(made)
+    made = mixed(part, base)
+    return made.__new__(made)
 
 
 class Mixed:
@@ -57,37 +58,25 @@ def mixed(part: type, base: type) -> type:
 
 @cache
 def _mixed(part: type, base: type, forward) -> type:
-    made = type(
-        base.__name__, (part, Mixed, base),
-        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward,
-         "__module__": base.__module__,
-         "__doc__": base.__doc__},
-    )  # fmt: skip
-    record_outputs_like(made, base)
-    return made
+    # transformers finds the outputs to record by the class's full name.
+    same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    ours = {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward}
+    return type(base.__name__, (part, Mixed, base), same | ours)
 
 
-def inner_model(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """(name, module) of the outermost transformers model in another library's module, or None."""
-    inside = ((name, m) for name, m in module.named_modules() if m is not module)
-    return next(
-        ((name, m) for name, m in inside if hasattr(vars(m).get("config"), "model_type")), None
-    )
+def inner_model(module: nn.Module) -> nn.Module | None:
+    """The outermost transformers model in another library's module, or None."""
+    inside = (m for m in module.modules() if m is not module)
+    return next((m for m in inside if hasattr(vars(m).get("config"), "model_type")), None)
 
 
 def not_a_model(came) -> ValueError:
     """The error for an argument that is no model."""
     name = f"the class {came.__name__}" if isinstance(came, type) else type(came).__name__
-    found = inner_model(came) if isinstance(came, nn.Module) else None
-    fix = "Pass the model that from_pretrained() or from_config() returned."
-    if found is not None:
-        path, model = found
-        fix = (
-            f"Pass the one inside it, its {path} ({type(model).__name__}), before another library "
-            "wraps or shards it."
-        )
     return ValueError(
-        f"hfpatch: model must be a transformers model (with a config), got {name}. {fix}"
+        f"hfpatch: model must be a transformers model (with a config), got {name}. "
+        "Pass the model that from_pretrained() or from_config() returned, before another "
+        "library wraps or shards it."
     )
 
 
@@ -116,11 +105,8 @@ def unswap(module: nn.Module) -> None:
 def _unmixed(cls: type) -> type:
     if "_hfpatch_base" in vars(cls):
         return cls._hfpatch_base
-    return type(
-        cls.__name__,
-        tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__),
-        members_of(cls),
-    )
+    bases = tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__)
+    return type(cls.__name__, bases, members_of(cls))
 
 
 # Libraries whose replacements of nn.Linear are projections: they compute each token by itself.
@@ -136,7 +122,7 @@ LIBRARIES = PROJECTIONS | sys.stdlib_module_names | {
     "peft", "transformer_engine", "trl",
 }  # fmt: skip
 
-LINEAR, CALL = nn.Linear.forward, nn.Linear.__call__  # torch's own, from before any replacement
+LINEAR = nn.Linear.forward  # torch's own, from before any replacement
 
 
 def whose(code) -> str:
@@ -145,9 +131,7 @@ def whose(code) -> str:
 
     The attributes that functools.wraps() copies do not change the answer.
     """
-    while isinstance(code, partial):
-        code = code.func
-    inner = getattr(code, "__func__", code)
+    inner = inner_function(code)
     if isinstance(inner, types.FunctionType):
         return inner.__globals__.get("__name__") or ""
     if hasattr(inner, "__wrapped__") and not isinstance(inner, type):
@@ -193,12 +177,12 @@ def is_watched(model, kwargs) -> bool:
 # --- forwards for a moment ------------------------------------------------------------------------
 
 
-def forwards_for_now(pairs, name: str = "forward"):
+def forwards_for_now(pairs):
     """A context in which each module of these (module, forward) pairs runs that forward.
 
     The caller holds the model's lock.
     """
-    return values_for_now([(module.__dict__, name, forward) for module, forward in pairs])
+    return values_for_now([(module.__dict__, "forward", forward) for module, forward in pairs])
 
 
 # --- forwards that keep the signature of transformers' own ----------------------------------------

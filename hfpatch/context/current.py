@@ -13,7 +13,7 @@ other code that reads `config._attn_implementation`, and other models see the us
 import threading
 from collections import namedtuple
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,10 +25,11 @@ from hfpatch.compat import (
     OUR_EXPERTS,
     STANDARD_EXPERTS,
     attention_of,
+    attention_row,
     experts_of,
-    name_attention,
-    name_experts,
+    experts_row,
     ulysses,
+    values_for_now,
 )
 from hfpatch.context.masks import Batch, Mask
 
@@ -147,14 +148,16 @@ class Call:
     sinks_H: Tensor | None
 
 
+@dataclass
 class Noting:
     """The role before attention: records the attention calls of one forward, and stops it at the last call.
 
     mixed: (args, kwargs) of each mixer, by name.
     """
 
-    def __init__(self, n_calls: int):
-        self.n_calls, self.calls, self.mixed = n_calls, [], {}
+    n_calls: int
+    calls: list[Asked] = field(default_factory=list)
+    mixed: dict[str, tuple] = field(default_factory=dict)
 
     def _noted(self, answer: Tensor) -> Tensor:
         if len(self.calls) + len(self.mixed) == self.n_calls:
@@ -165,17 +168,16 @@ class Noting:
 
     def __call__(self, asked: Asked):
         self.calls.append(asked)
-        q, v = asked.q_BHTE, asked.v_BKTE
-        return self._noted(q.new_zeros(()).expand(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+        B, H, T, _ = asked.q_BHTE.shape
+        zero = asked.q_BHTE.new_zeros(())
+        return self._noted(zero.expand(B, T, H, asked.v_BKTE.shape[3]))
 
     def not_stopped(self) -> NotStopped:
         """The error for a forward that was not stopped."""
-        came = len(self.calls) + len(self.mixed)
-        return NotStopped(
-            "its forward catches what stops it at its attention (BaseException)"
-            if came >= self.n_calls
-            else f"its forward mixed tokens {came} times, not {self.n_calls}"
-        )
+        found = len(self.calls) + len(self.mixed)
+        if found >= self.n_calls:
+            return NotStopped("its forward catches what stops it at its attention (BaseException)")
+        return NotStopped(f"its forward mixed tokens {found} times, not {self.n_calls}")
 
     def mixer(self, name: str, args, kwargs):
         self.mixed[name] = (args, kwargs)
@@ -183,13 +185,14 @@ class Noting:
         return self._noted(x.new_zeros(()).expand(x.shape))
 
 
+@dataclass
 class Answering:
     """The role after attention: returns the attention outputs of one forward in order, [B, t, H, E] each,
     and the outputs of mixers, [B, t, D], by name.
     """
 
-    def __init__(self, answers: list[Tensor], mixed: dict | None = None):
-        self.answers, self.mixed = list(answers), mixed
+    answers: list[Tensor]
+    mixed: dict | None = None
 
     def __call__(self, asked: Asked):
         if not self.answers:  # a decoder layer that the user calls with an encoder's states
@@ -234,12 +237,8 @@ def asks_for(name: str, model, kwargs) -> bool:
 @contextmanager
 def asking(role):
     """A context in which layers meet `role` at their attention."""
-    before = current.role
-    try:
-        current.role = role  # inside: Ctrl-C may come between any two lines
+    with having(role=role):
         yield role
-    finally:
-        current.role = before
 
 
 def not_exchanged(what: str) -> ValueError:
@@ -253,78 +252,36 @@ def not_exchanged(what: str) -> ValueError:
 # --- which configs name our attention now ---------------------------------------------------------
 
 
-@dataclass
-class _Borrowed:
-    """A config that names our attention, and what it names itself."""
-
-    config: object
-    attention: str | None
-    experts: str | None
-    depth: int = 0  # contexts that name ours
+# What a config names itself: its attention, or None; its experts implementation, "" without one.
+Named = namedtuple("Named", "attention experts")
+_borrowed: dict[int, Named] = {}  # by id(config), while the config names ours
 
 
-_borrowed: dict[int, _Borrowed] = {}  # by id(config)
+def named(config) -> Named:
+    """What a config names when ours is not entered."""
+    return _borrowed.get(id(config)) or Named(attention_of(config), experts_of(config))
 
 
-@contextmanager
 def our_attention(configs, batch: Batch | None):
-    """A context in which the configs name our attention, and masks describe `batch`."""
-    before, entered = current.batch, []
-    try:
-        current.batch = batch
-        for config in configs:
-            now = _Borrowed(config, attention_of(config), experts_of(config))
-            own = _borrowed.setdefault(id(config), now)
-            own.depth += 1
-            entered.append(config)
-            name_attention(config, NAME)
-            if own.experts in STANDARD_EXPERTS:
-                name_experts(config, OUR_EXPERTS)
-        yield
-    finally:
-        current.batch = before
-        try:
-            for config in entered:
-                _leave(config)
-        except BaseException:  # Ctrl-C within _leave: it ends every context around this one too
-            for config in entered:
-                _leave(config, wholly=True)
-            raise
+    """A context in which the configs name our attention, and masks describe `batch`.
 
-
-def _leave(config, wholly: bool = False) -> None:
-    """Ends one context in which a config names our attention, or all of them (`wholly`)."""
-    own = _borrowed.get(id(config))
-    if own is None:
-        return
-    own.depth -= 1
-    if wholly or own.depth <= 0:
-        name_attention(config, own.attention)
+    Contexts end in the reverse order of their beginning: the model's lock lets one thread in.
+    """
+    rows = [(vars(current), "batch", batch)]
+    for config in configs:
+        own = named(config)
+        rows.append((_borrowed, id(config), own))
+        rows.append(attention_row(config, NAME))
         if own.experts in STANDARD_EXPERTS:
-            name_experts(config, own.experts)
-        _borrowed.pop(id(config), None)
-
-
-def named(config) -> str | None:
-    """The attention that a config names when ours is not entered."""
-    own = _borrowed.get(id(config))
-    return attention_of(config) if own is None else own.attention
-
-
-def named_experts(config) -> str | None:
-    """The experts implementation that a config names when ours is not entered; "" for no name."""
-    own = _borrowed.get(id(config))
-    return experts_of(config) if own is None else own.experts
+            rows.append(experts_row(config, OUR_EXPERTS))
+    return values_for_now(rows)
 
 
 def experts_as_named(module: torch.nn.Module, *args) -> Tensor:
-    """The forward of fused experts by the implementation of named_experts."""
-    now = experts_of(module.config)
-    name_experts(module.config, named_experts(module.config))
-    try:
+    """The forward of fused experts by the implementation that their config names."""
+    config = module.config
+    with values_for_now([experts_row(config, named(config).experts)]):
         return type(module).forward(module, *args)
-    finally:
-        name_experts(module.config, now)
 
 
 def standard(config) -> str | None:
@@ -335,10 +292,11 @@ def standard(config) -> str | None:
     read tokens that this process does not have. One function serves every version of FlashAttention
     and its kernels on the hub, which are named by their repository.
     """
-    name = named(config) or ""
+    name = named(config).attention or ""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
-    theirs = function is None or function.__module__.startswith("transformers.")
-    by_engine = not theirs and ulysses(function) is not None  # see ranks.sequence_now
+    by_engine = ulysses(function) is not None  # see ranks.sequence_now
     if name in ("eager", "sdpa", "flex_attention"):
+        theirs = function is None or function.__module__.startswith("transformers.")
         return name if theirs or by_engine else None
-    return "flash" if function is flash_attention_forward or by_engine and "flash" in name else None
+    flash = function is flash_attention_forward or by_engine and "flash" in name
+    return "flash" if flash else None

@@ -13,7 +13,6 @@ last one causality hides it. A mask with holes is left to transformers (decoder/
 tokens between visible ones, or behind them if a loss reads their outputs.
 """
 
-from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -132,26 +131,79 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     Raises:
         ValueError: the offsets do not cover the tokens.
     """
-    B, T = batch.B, batch.T
+    B = batch.B
+    T = batch.T
     mask, positions, offsets = batch.given
     # 1. The caller's offsets override positions.
     bounds = _checked(offsets, B * T)
-    if mask is None and positions is None and chunk is None:
-        if bounds is not None:
-            bounds = _from_bounds(sorted({*bounds, *range(0, B * T, T)}), B, T, batch.device)
-        return Rows(bounds)
-    # 2. Everything else that the host must know, in one copy.
-    marks = _marks_on_host(_marks(batch, bounds, chunk, padding))
-    if marks is None:  # every row is one document
+    if bounds is not None:
+        positions = None
+        if mask is None and chunk is None:
+            every_row = range(0, B * T, T)
+            return Rows(_from_bounds(sorted({*bounds, *every_row}), B, T, batch.device))
+    elif mask is None and positions is None and chunk is None:
         return Rows()
-    # 3. Rows that may run without their padding, and those that begin with padding that is read.
-    documents = _from_bounds(_bounds(marks.starts_BT.view(-1)), B, T, batch.device)
-    alone = padding and not (marks.holes or marks.padding_is_read or marks.mask_BT.all())
-    real = _bounds(marks.starts_BT[marks.mask_BT]) if alone else None
+    # 2. Everything else that the host must know, in one copy.
+    idle_BT = None if mask is None else batch.idle_BT
+    known = _on_host(mask, positions, idle_BT)
+    if known is None:  # every row is one document
+        return Rows()
+    mask_BT, positions_BT, idle_BT = known
+    all_BT = torch.ones(B, T, dtype=torch.bool, device="cpu")
+    visible_BT = all_BT if mask is None else mask_BT.bool()
+    # 3. Starts by the offsets or the positions.
+    beside_a_mask = mask is not None or batch.cached or not padding
+    starts_BT = torch.zeros_like(all_BT)
+    starts_BT[:, 0] = True
+    if bounds is not None:
+        starts_BT.view(-1)[[n for n in bounds if n < B * T]] = True
+    elif positions is not None:
+        positions_BT = positions_BT.expand(B, T)
+        shown_BT = None if mask is None else visible_BT
+        starts_BT[:, 1:] |= _document_starts(positions_BT, shown_BT, beside_a_mask)
+    # 4. Padding: before the first visible token it is a document of its own.
+    holes = False
+    padding_is_read = False
+    if mask is not None and padding:
+        front_BT = visible_BT.cumsum(1) == 0
+        back_BT = visible_BT.flip(1).cumsum(1).flip(1) == 0
+        starts_BT[:, 1:] |= front_BT[:, :-1] & ~front_BT[:, 1:]
+        # Where nobody knows what the loss reads, back padding makes no holes, and all padding counts
+        # as read.
+        unread_BT = all_BT if idle_BT is None else idle_BT.bool()
+        # A loss that reads padding counts what transformers' mask makes of it.
+        holes = not (visible_BT | front_BT | back_BT & unread_BT).all()
+        only_the_loss_reads = idle_BT is not None and not batch.watched
+        read_BT = ~unread_BT if only_the_loss_reads else all_BT
+        padding_is_read = bool((read_BT & ~visible_BT).any())
+    # 5. Chunks.
+    if chunk is not None:
+        at = torch.arange(T, device="cpu")
+        index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
+        if positions is not None and not beside_a_mask and starts_BT[:, 1:].any():
+            # If transformers finds documents, it counts chunks by their positions, which may begin
+            # at any number.
+            index_BT = positions_BT
+        starts_BT |= index_BT % chunk == 0
+    # 6. Rows that may run without their padding, and those that begin with padding that is read.
+    documents = _from_bounds(_bounds(starts_BT.view(-1)), B, T, batch.device)
+    alone = padding and not (holes or padding_is_read or visible_BT.all())
+    real = _bounds(starts_BT[visible_BT]) if alone else None
     blind_BT = None
-    if padding and marks.padding_is_read and not marks.mask_BT[:, 0].all():
+    if padding_is_read and not visible_BT[:, 0].all():
         blind_BT = mask.bool().cumsum(1) == 0
-    return Rows(documents, real, bool(marks.holes), blind_BT)
+    return Rows(documents, real, holes, blind_BT)
+
+
+def _on_host(*given: Tensor | None) -> list[Tensor | None] | None:
+    """These tensors on the host, in one copy; None in a simulation, which has no values."""
+    # Without any, a number shows a simulation, and nothing waits for the device.
+    xs = [x for x in given if x is not None] or [torch.zeros(1, device="cpu")]
+    flat = on_host(torch.cat([x.reshape(-1) for x in xs]))
+    if flat is None:
+        return None
+    parts = iter(flat.split([x.numel() for x in xs]))
+    return [None if x is None else next(parts).view_as(x) for x in given]
 
 
 def _checked(offsets: Tensor | tuple[int, ...] | None, tokens: int) -> list[int] | None:
@@ -167,68 +219,6 @@ def _checked(offsets: Tensor | tuple[int, ...] | None, tokens: int) -> list[int]
             f"{bounds[:3]}...{bounds[-1]}. Count every token of the batch once."
         )
     return bounds
-
-
-# What the host must know of a batch. starts_BT: where documents start. mask_BT: the visible tokens.
-# holes: masked tokens lie between visible ones, or a loss reads those behind. padding_is_read: the
-# loss, or other code, may read outputs of masked tokens.
-_Marks = namedtuple("_Marks", "starts_BT mask_BT holes padding_is_read")
-
-
-def _marks_on_host(marks: _Marks) -> _Marks | None:
-    """The marks on the host, in one copy; None in a simulation, which has no values."""
-    flat = on_host(torch.cat([mark.reshape(-1) for mark in marks]))
-    if flat is None:
-        return None
-    return _Marks(*map(Tensor.view_as, flat.split([mark.numel() for mark in marks]), marks))
-
-
-def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) -> _Marks:
-    """The marks on the device of the batch's tensors. All are bool; the last two have no axes.
-
-    bounds: the caller's offsets; the others as in find_rows.
-    """
-    B, T = batch.B, batch.T
-    mask, positions, _ = batch.given
-    # Without values of the caller's, nothing waits for the device.
-    device = torch.device("cpu") if mask is positions is batch.idle_BT is None else batch.device
-    all_BT = torch.ones(B, T, dtype=torch.bool, device=device)
-    mask_BT = all_BT if mask is None else mask.bool()
-    beside_a_mask = mask is not None or batch.cached or not padding
-    # 1. Starts by the offsets or the positions.
-    starts_BT = torch.zeros_like(all_BT)
-    starts_BT[:, 0] = True
-    if bounds is not None:
-        inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
-        starts_BT.view(-1)[inside.to(device)] = True
-    elif positions is not None:
-        positions = positions.expand(B, T)
-        visible_BT = None if mask is None else mask_BT
-        starts_BT[:, 1:] |= _document_starts(positions, visible_BT, beside_a_mask)
-    # 2. Padding: before the first visible token it is a document of its own.
-    holes = padding_is_read = torch.zeros((), dtype=torch.bool, device=device)
-    if mask is not None and padding:
-        front_padding_BT = mask_BT.cumsum(1) == 0
-        back_padding_BT = mask_BT.flip(1).cumsum(1).flip(1) == 0
-        starts_BT[:, 1:] |= front_padding_BT[:, :-1] & ~front_padding_BT[:, 1:]
-        # Where nobody knows what the loss reads, back padding makes no holes, and all padding counts
-        # as read.
-        unread_by_loss_BT = all_BT if batch.idle_BT is None else batch.idle_BT
-        # A loss that reads padding counts what transformers' mask makes of it.
-        holes = ~(mask_BT | front_padding_BT | back_padding_BT & unread_by_loss_BT).all()
-        only_the_loss_reads = batch.idle_BT is not None and not batch.watched
-        read_BT = ~unread_by_loss_BT if only_the_loss_reads else all_BT
-        padding_is_read = (read_BT & ~mask_BT).any()
-    # 3. Chunks.
-    if chunk is not None:
-        at = torch.arange(T, device=device)
-        index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
-        if positions is not None and bounds is None and not beside_a_mask:
-            # If transformers finds documents, it counts chunks by their positions, which may begin
-            # at any number.
-            index_BT = torch.where(starts_BT[:, 1:].any(), positions, index_BT)
-        starts_BT |= index_BT % chunk == 0
-    return _Marks(starts_BT, mask_BT, holes, padding_is_read)
 
 
 def _bounds(starts_N: Tensor) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ model passes it to attention unchanged.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -44,10 +45,14 @@ class Batch:
         watched=False,
         sequence=None,
     ):
-        self.B, self.T, self.device, self.sequence = B, T, device, sequence
+        self.B = B
+        self.T = T
         self.t = T if sequence is None else T // sequence.size  # tokens of this rank
+        self.device = device
         self.given = (attention_mask, position_ids, cu_seq_lens)
-        self.idle_BT, self.watched = idle_BT, watched
+        self.idle_BT = idle_BT
+        self.watched = watched
+        self.sequence = sequence
         self.cached = False  # whether transformers would make a cache, although it is unread
         self.probabilities = False  # whether attention returns them too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
@@ -69,15 +74,17 @@ class Batch:
 
     def part(self, rows: slice, a: int, b: int) -> "Batch":
         """Tokens a to b of these rows, each as one document; a single row may have several."""
-        if (rows.start, a, b) not in self._parts:
-            visible = None if self.given[0] is None else self.given[0][rows, a:b]
-            B = len(range(self.B)[rows])
-            part = self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible)
-            if B == 1 and visible is None:
-                part._rows[None] = self.rows().part(
-                    (rows.start or 0) * self.T + a, b - a, self.device
-                )
-        return self._parts[rows.start, a, b]
+        key = (rows.start, a, b)
+        if key not in self._parts:
+            visible = self.given[0]
+            if visible is not None:
+                visible = visible[rows, a:b]
+            part = Batch(len(range(self.B)[rows]), b - a, self.device, visible)
+            if part.B == 1 and visible is None:
+                first = (rows.start or 0) * self.T + a
+                part._rows[None] = self.rows().part(first, b - a, self.device)
+            self._parts[key] = part
+        return self._parts[key]
 
     def within_documents(self, function):
         """The caller's own closure, as transformers calls it for packed rows if neither a mask nor
@@ -135,15 +142,18 @@ class Mask:
         vars(self)["rows"] = self.batch.rows(self.chunk)
 
     def pattern(self, softcap: float | None = None) -> Pattern:
-        window = self.window if self.window is not None and self.window < self.batch.T else None
+        window = self.window
+        if window is not None and window >= self.batch.T:
+            window = None
         return Pattern(self.rows.documents, window, softcap, self.rows.blind_BT)
 
     def dense(self) -> Tensor | None:
         """The mask of sdpa: bool [B, 1, T, T], True where seen; None for plain causality."""
-        pattern, b = self.pattern(), self.batch
+        pattern = self.pattern()
+        b = self.batch
         if pattern.plain and self.build is None:
             return None
-        theirs = None if self.build is None else self.build()
+        theirs = self.build() if self.build is not None else None
         if theirs is None:
             return pattern.allowed(range(b.T), range(b.T), b.B, b.T, b.device)
         if pattern.documents is None:
@@ -155,15 +165,15 @@ class Mask:
     @cached_property
     def tensor(self) -> Tensor:
         """[B, 1, T, T], dense also for plain causality."""
-        allowed, b = self.dense(), self.batch
+        allowed = self.dense()
+        b = self.batch
         if allowed is None:
             allowed = torch.ones(1, 1, b.t, b.t, dtype=torch.bool, device=b.device).tril()
         allowed = allowed.expand(b.B, -1, -1, -1)
         if self.added is None:
             return allowed
-        return allowed.new_zeros(allowed.shape, dtype=self.added).masked_fill_(
-            ~allowed, torch.finfo(self.added).min
-        )
+        least = torch.finfo(self.added).min
+        return allowed.new_zeros(allowed.shape, dtype=self.added).masked_fill_(~allowed, least)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,20 +196,18 @@ class Mask:
         return replace(self, batch=self.batch.part(rows, a, b))
 
     def to(self, *args, **kwargs) -> "Mask | Tensor":
-        other = [
-            x
-            for x in (*args, *kwargs.values())
-            if isinstance(x, torch.dtype) and x is not self.dtype
-        ]
-        return self.tensor.to(*args, **kwargs) if other else self
+        dtypes = {x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)}
+        return self if dtypes <= {self.dtype} else self.tensor.to(*args, **kwargs)
 
     def __getattr__(self, name: str):
         if name.startswith("_"):
             raise AttributeError(name)
+        b = self.batch
+        if name == "device":
+            return b.device
         if name in ("shape", "size", "dim", "ndim"):  # these need no T x T values
-            b = self.batch
             return getattr(torch.empty(b.B, 1, b.t, b.t, device="meta"), name)
-        return self.batch.device if name == "device" else getattr(self.tensor, name)
+        return getattr(self.tensor, name)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -219,25 +227,7 @@ def _as_tensor(operator: str):
     return apply
 
 
-_OPERATORS = (
-    "invert",
-    "neg",
-    "and",
-    "or",
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-)
-for _operator in _OPERATORS:
+for _operator in "invert neg and or add radd sub rsub mul rmul eq ne lt le gt ge".split():
     setattr(Mask, f"__{_operator}__", _as_tensor(f"__{_operator}__"))
 
 
@@ -248,15 +238,11 @@ def _structure(function) -> list:
     if isinstance(function, Tensor):
         return [Tensor]
     if isinstance(function, tuple):
-        found, held = [len(function)], function
-    elif hasattr(function, "__code__"):
-        found = [function.__code__]
-        held = [cell.cell_contents for cell in function.__closure__ or ()]
-    else:
-        return [function]
-    for one in held:
-        found += _structure(one)
-    return found
+        return [len(function), *chain.from_iterable(map(_structure, function))]
+    if hasattr(function, "__code__"):
+        held = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        return [function.__code__, *_structure(held)]
+    return [function]
 
 
 def describe(function, local: int | None) -> dict | None:
@@ -269,9 +255,9 @@ def describe(function, local: int | None) -> dict | None:
         return {}
     if local is None:
         return None
-    if made == _structure(masking_utils.sliding_window_causal_mask_function(local)):
-        return {"window": local}
     padding = torch.empty(0, device="meta")
-    if made == _structure(masking_utils.chunked_causal_mask_function(local, padding)):
-        return {"chunk": local}
-    return None
+    theirs = {
+        "window": masking_utils.sliding_window_causal_mask_function(local),
+        "chunk": masking_utils.chunked_causal_mask_function(local, padding),
+    }
+    return next(({kind: local} for kind, f in theirs.items() if _structure(f) == made), None)

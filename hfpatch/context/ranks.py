@@ -7,8 +7,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.compat import (
     context_parallel,
-    context_parallel_group,
     deepspeed_config,
+    parallelism_config,
     ulysses,
     ulysses_group,
 )
@@ -32,17 +32,19 @@ def sequence_now(config, training: bool) -> Sequence | None:
         return current.sequence or None
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    name = named(config)
+    name = named(config).attention
     found = context_parallel()
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)
         if group is not None and (training or not training_only):
-            found = group, False
+            found = (group, False)
             if training:
                 summed_gradients(deepspeed_config(), dist.get_world_size(group))
     if found is None and training and _several(ulysses_group()):
         raise not_exchanged(f"{name} attention beside Ulysses, which exchanges another,")
-    return sequence_of(*found) if found is not None and _several(found[0]) else None
+    if found is None or not _several(found[0]):
+        return None
+    return sequence_of(*found)
 
 
 def _several(group) -> bool:
@@ -55,8 +57,8 @@ def may_share_rows() -> bool:
     """Whether ranks share rows, or may in other runs of a graph that is traced now, perhaps in an
     evaluation of whole rows.
     """
-    groups = ulysses_group(), context_parallel_group()
-    return any(map(_several, groups)) or context_parallel() is not None
+    planned = getattr(parallelism_config(), "cp_enabled", False)  # also outside its context
+    return planned or _several(ulysses_group()) or context_parallel() is not None
 
 
 def summed_gradients(config: dict, size: int) -> None:
@@ -67,8 +69,8 @@ def summed_gradients(config: dict, size: int) -> None:
     not.
     """
     zero = config.get("zero_optimization", {})
-    stage, scatters = zero.get("stage", 3), zero.get("reduce_scatter", True)
-    if stage != 3 or not scatters:
+    stage = zero.get("stage", 3)
+    if stage != 3 or not zero.get("reduce_scatter", True):
         came = f"stage {stage}" if stage != 3 else "reduce_scatter: false"
         raise ValueError(
             f"hfpatch: sequence parallelism needs ZeRO-3 with reduce_scatter, got {came}: "

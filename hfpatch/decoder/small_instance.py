@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from hfpatch.compat import (
-    name_attention,
-    plain_construction,
+    attention_row,
+    put,
     run_experts_plainly,
-    run_scans_plainly,
     unwatched,
 )
 from hfpatch.context.classes import package_of
@@ -118,7 +117,7 @@ def scaled_config(config, n_layers: int, at=None):
         small.per_layer_config = {
             i: _scaled_override(given[n], config) for i, n in enumerate(at) if n in given
         }
-    name_attention(small, "eager")
+    put(*attention_row(small, "eager"))
     run_experts_plainly(small)
     return small
 
@@ -221,15 +220,14 @@ def _without_adapters(name: str, module: nn.Module):
 
 @contextmanager
 def quiet_process():
-    """A context without the caller's random state, default dtype and device, autocast, global hooks
-    and DeepSpeed's zero.Init, on one thread."""
+    """A context without the caller's random state, default dtype and device, autocast and global
+    hooks, on one thread."""
     dtype = torch.get_default_dtype()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # on tiny tensors threads would only wait for each other
         torch.set_default_dtype(torch.float32)
         with (
-            plain_construction(),
             torch.device("cpu"),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
@@ -305,7 +303,6 @@ def _small_stack(
             "modules"
         )
     stack = stack_class(small)
-    run_scans_plainly(stack)
     ids = torch.zeros(1, 4, dtype=torch.long)
     with torch.no_grad():
         for p in stack.parameters():

@@ -14,7 +14,7 @@ from hfpatch.budget import free as memory
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.measured import Abilities, rounded
 from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
-from hfpatch.compat import all_parameters, autocast_dtype
+from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gate_up import gate_up_columns
 from hfpatch.layer.gauge import Gauge
@@ -22,7 +22,7 @@ from hfpatch.layer.graph_bytes import kind_of
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.streamed_weights import frozen_tables
 from hfpatch.layer.traits import layers_in
-from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
+from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
 
@@ -80,7 +80,7 @@ class Policies:
             owner = self.owner
             meter = None
             if metered(device):
-                parameters = lambda: owner() and all_parameters(owner())  # noqa: E731
+                parameters = lambda: owner() and owner().parameters()  # noqa: E731
                 meter = Meter(Gauge(device), parameters, self.n_layers)
             self.meters[device] = meter
         return self.meters[device]
@@ -148,23 +148,17 @@ class Policies:
     def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Checkpointing:
         """The first policy of a shape. Ranks that must choose alike do so together."""
         group = self._group(layer, whole)
-
-        def open_shape():
-            found = self._resolve(layer, longest, x_BTD, whole, group)
-            if found.every > 1 and is_sharded(layer):
-                raise ValueError(
-                    f"hfpatch: every={found.every} runs several layers at once, and parameters "
-                    "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
-                    "directory as offload if host memory is short."
-                )
-            self.open_queue(x_BTD.device, found)
-            return found
-
-        if group is None:
-            return open_shape()
-        found = together(group, open_shape)
+        found = self._resolve(layer, longest, x_BTD, whole, group)
+        if found.every > 1 and is_sharded(layer):
+            raise ValueError(
+                f"hfpatch: every={found.every} runs several layers at once, and parameters "
+                "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
+                "directory as offload if host memory is short."
+            )
+        self.open_queue(x_BTD.device, found)
         # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
-        if self.sequence is None and found.every == 1 and self.shards is None:
+        shares = group is not None and self.sequence is None
+        if shares and found.every == 1 and self.shards is None:
             self.shards = Shards(group)
         return found
 

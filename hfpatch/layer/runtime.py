@@ -198,6 +198,9 @@ class LayerRuntime(Policies):
         for parameter in () if owner is None else owner.parameters():
             not_for_deepspeed(parameter, False)
         self.queues.clear()
+        self.shapes.clear()
+        self.printed.clear()
+        self.meters.clear()
 
 
 @dataclass

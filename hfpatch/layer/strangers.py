@@ -42,12 +42,20 @@ def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
     Returns:
         The same class.
 
+    Raises:
+        ValueError: for anything but a class of modules.
+
     Example:
         @hfpatch.token_wise
         class MyNorm(torch.nn.Module):
             def forward(self, x):
                 return x / x.norm(dim=-1, keepdim=True)
     """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ValueError(
+            f"hfpatch: token_wise takes a class of torch.nn.Module, got {kind!r}. Pass the class, "
+            "not an instance."
+        )
     TOKEN_WISE.add(kind)
     return kind
 

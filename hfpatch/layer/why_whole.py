@@ -283,7 +283,7 @@ REASONS = (
     _batch(
         "named attention",
         "attention of another library ({its name})",
-        lambda given, *_: not standard(given.config) and str(named(given.config)),
+        lambda given, *_: not standard(given.config) and str(named(given.config).attention),
     ),
     _batch(
         "stack's direction",

@@ -37,10 +37,6 @@ from hfpatch.loss.logits import USED, Head, Logits
 from hfpatch.report import say
 from hfpatch.store.device import on_host
 
-_NOT_ITS_LOSS = (
-    "context parallelism needs the model's own loss, got compute_loss_func or label smoothing, "
-    "whose labels end with each GPU's part. Leave it out, or set cp_size=1."
-)
 _NONE = (
     "outputs.logits is None, as the loss was computed without logits; "
     "hfpatch.apply(model, logits=True) returns them."
@@ -55,7 +51,8 @@ BYTES_OF_A_LOGIT = 10  # 16 bits, a float32 copy by transformers and one by its 
 def _labelled(target, ignore: int, kwargs, watched: bool) -> Labelled:
     """The labels of a forward, and the tokens whose outputs its loss does not read: neither the
     token nor the next one has a label. watched: other code may read their outputs."""
-    idle_BT, mask = current.labelled.idle_BT, kwargs.get("attention_mask")
+    idle_BT = current.labelled.idle_BT
+    mask = kwargs.get("attention_mask")
     # A mask of another length is cut or filled to the tokens' (decoder/batch.py).
     by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == len(target)
     if by_rows and target.dim() == 2:
@@ -67,8 +64,9 @@ def _labelled(target, ignore: int, kwargs, watched: bool) -> Labelled:
 def _pooled(model, kwargs) -> Labelled | None:
     """The tokens that transformers' classifier of rows leaves unread: all but the last one of each
     row that is not the padding's id. None for other models."""
-    ids, code = kwargs.get("input_ids"), type(model)._hfpatch_code
-    if code is not GenericForSequenceClassification.forward or not isinstance(ids, Tensor):
+    ids = kwargs.get("input_ids")
+    classifies = type(model)._hfpatch_code is GenericForSequenceClassification.forward
+    if not classifies or not isinstance(ids, Tensor):
         return None
     at_T = torch.arange(ids.shape[-1], device=ids.device)
     last_B = ((ids != model.config.get_text_config().pad_token_id) * at_T).argmax(-1)
@@ -82,21 +80,21 @@ def _as_called(model, kwargs, **outer) -> dict:
 
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
-    given, target = kwargs.get("position_ids"), kwargs.get("labels")
     uncached = kwargs.get(cache_name(kwargs)) is None and kwargs.get("use_cache") is None
     outer["uncached"] = current.outer.uncached or uncached
-    if given is not None:
-        outer["positions"] = given
-    found = {"outer": current.outer._replace(**outer)}
-    labelled, mask = _pooled(model, kwargs), kwargs.get("attention_mask")
-    if labelled is None and current.labelled.labels is None and isinstance(target, Tensor):
-        labelled = _labelled(target, kwargs.get("ignore_index", -100), kwargs, watched=True)
+    if kwargs.get("position_ids") is not None:
+        outer["positions"] = kwargs["position_ids"]
+    target = kwargs.get("labels")
+    mask = kwargs.get("attention_mask")
+    labelled = _pooled(model, kwargs)
+    if labelled is None:
+        labelled = current.labelled
+        if labelled.labels is None and isinstance(target, Tensor):
+            labelled = _labelled(target, kwargs.get("ignore_index", -100), kwargs, watched=True)
     if kwargs.get("start_positions") is not None and isinstance(mask, Tensor):
         # An answer competes with all tokens.
         labelled = current.labelled._replace(idle_BT=torch.zeros_like(mask).bool(), watched=True)
-    if labelled is not None:
-        found["labelled"] = labelled
-    return found
+    return {"outer": current.outer._replace(**outer), "labelled": labelled}
 
 
 class TellsPositions(KeepsSignature):
@@ -190,7 +188,10 @@ class FusedCausalLM(TellsPositions):
             return self._hfpatch_fused(labels, kwargs)
         elsewhere = labels is None and "shift_labels" in kwargs and self.training
         if elsewhere and not torch.compiler.is_compiling() and context_parallel():
-            self._tell(_NOT_ITS_LOSS)
+            self._tell(
+                "context parallelism needs the model's own loss, got compute_loss_func or label "
+                "smoothing, whose labels end with each GPU's part. Leave it out, or set cp_size=1."
+            )
         return self._hfpatch_stock(kwargs)
 
     # Dynamo cannot trace lazy logits: the graph breaks here and resumes inside, at the backbone.
@@ -202,11 +203,14 @@ class FusedCausalLM(TellsPositions):
         finds it before the module of that name, and `loss_function` is `_hfpatch_loss`.
         """
         kwargs.pop("skip_logits", None)
-        given, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
-        target = labels if given is None else given
+        target = kwargs.get("shift_labels")
+        if target is None:
+            target = labels
+        ignore = kwargs.get("ignore_index", -100)
         # On a CPU the op counts the labels itself.
         count = on_host((target != ignore).sum()) if target.is_cuda else None
-        holder, head = vars(self.get_submodule(self._hfpatch_holder)), Head(self._hfpatch_head())
+        holder = vars(self.get_submodule(self._hfpatch_holder))
+        head = Head(self._hfpatch_head())
         with (
             values_for_now([(holder, self._hfpatch_head_name, head)]),
             having(target=(self, target, ignore, count)),
@@ -225,7 +229,8 @@ class FusedCausalLM(TellsPositions):
 
     def _hfpatch_log_probs(self, kwargs):
         """The outputs of TRL's fused head, from our op where both compute the same."""
-        head, asked = self._hfpatch_head(), self._hfpatch_trl
+        head = self._hfpatch_head()
+        asked = self._hfpatch_trl
         reason = why_theirs(asked, head)
         if reason is not None:
             self._tell(
@@ -253,16 +258,15 @@ class FusedCausalLM(TellsPositions):
         elif logits.takes(aligned, vocab_size, shifts=shift_labels is None):
             _, target, ignored, count = current.target
             counted = count is not None and aligned is target and ignore_index == ignored
-            return as_stock(
-                logits.cross_entropy(
-                    aligned.to(logits.device).reshape(logits.shape[:-1]),
-                    shift=shift_labels is None,
-                    ignore_index=ignore_index,
-                    num_items=num_items_in_batch,
-                    num_valid=int(count) if counted else None,
-                    workspace_bytes=LOSS_WORKSPACE,
-                )
+            loss = logits.cross_entropy(
+                aligned.to(logits.device).reshape(logits.shape[:-1]),
+                shift=shift_labels is None,
+                ignore_index=ignore_index,
+                num_items=num_items_in_batch,
+                num_valid=int(count) if counted else None,
+                workspace_bytes=LOSS_WORKSPACE,
             )
+            return as_stock(loss)
         return ForCausalLMLoss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )

@@ -17,8 +17,9 @@ from hfpatch.compat import (
     output_hooks,
     parameters_of,
     user_hooks,
+    values_for_now,
 )
-from hfpatch.context.classes import CALL, LINEAR, forwards_for_now, swap, whose
+from hfpatch.context.classes import LINEAR, swap, whose
 
 WHOLE = (
     "the loss runs through whole logits, as {}. A fused loss needs a plain Linear as lm_head, "
@@ -73,19 +74,20 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
         A phrase that names the head's class, forward or hook, for a report.
     """
     inner = linear_of(head)
-    kind = f"{type(inner).__module__}.{type(inner).__name__}"
     if not isinstance(inner, nn.Linear) or type(inner).forward is not LINEAR:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
-    if type(inner).__call__ is not CALL:
-        return f"lm_head is a {kind} whose __call__ is not torch's"
-    hooks = output_hooks(inner) + (output_hooks(head) if head is not inner else [])
-    hooks = (user_hooks(inner, hooks) if hooks else hooks) + hooks_on_all()
+    hooks = output_hooks(inner)
+    if head is not inner:
+        hooks += output_hooks(head)
+    if hooks:
+        hooks = user_hooks(hooks)
+    hooks += hooks_on_all()
     if hooks:  # one that reads logits or their gradient
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         return f"lm_head has a hook ({name})"
     held = vars(inner).get(hooked_forward(inner))
     if held is not None and getattr(held, "__func__", None) is not LINEAR and not pass_forward:
-        return f"lm_head is a {kind} with a forward of another library"
+        return f"lm_head is a {type(inner).__name__} with a forward of another library"
     # FSDP2 gathers its sharded weight within the call; a quantised weight stays quantised.
     weight = parameters_of(inner).get("weight")
     if hasattr(type(weight), "__tensor_flatten__") and not in_fsdp2(inner):
@@ -141,7 +143,7 @@ def through(head: nn.Module, function, hidden: Tensor, *args, **options):
     def forward(hidden):
         return function(hidden, inner.weight, *args, bias=inner.bias, **options)
 
-    with forwards_for_now([(inner, forward)], hooked_forward(inner)):
+    with values_for_now([(vars(inner), hooked_forward(inner), forward)]):
         return head(hidden)
 
 

@@ -62,7 +62,8 @@ def _score(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias, in_float32: 
         if in_float32:
             hidden = hidden.float()
         if autocast_dtype(device) is None:
-            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+            weight = weight.to(hidden.dtype)
+            bias = bias.to(hidden.dtype) if bias is not None else None
         return ops.linear_log_prob(hidden, weight, labels, bias=bias, **options)
 
 
@@ -78,9 +79,13 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     Returns:
         An instance of asked.output. Each field is [B, T - 1], or [B, T] for shift_labels.
     """
-    labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+    labels = kwargs.pop("labels", None)
+    target = kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
-    target, first = (labels, 1) if shifted is None else (shifted, 0)
+    first = 0
+    if target is None:
+        target = labels
+        first = 1  # the op shifts
     count = None
     if target.is_cuda and not torch.compiler.is_compiling():
         count = on_host((target[..., first:] != -100).sum())
@@ -96,8 +101,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     scored = through(
         head, _score, hidden, target, in_float32=asked.in_float32, temperature=asked.temperature,
         scale=asked.scale, softcap=asked.softcap, outputs=tuple(_FIELDS[n] for n in names),
-        shift=shifted is None,
-        num_valid=None if count is None else int(count),
+        shift=first == 1, num_valid=None if count is None else int(count),
     )  # fmt: skip
     fields = {}
     for name in names:
@@ -109,7 +113,8 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
         fields[name] = x.detach() if name == "mean_logits" else x
     if num_items is None:
         num_items = mask.sum().clamp(min=1)
-    loss, aux_loss = -fields["log_probs"].sum() / num_items, None
+    loss = -fields["log_probs"].sum() / num_items
+    aux_loss = None
     if kwargs.get("output_router_logits"):
         visible = kwargs.get("attention_mask")
         aux_loss = _balance(model, asked.text_config, out.router_logits, visible)

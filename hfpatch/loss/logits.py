@@ -27,8 +27,7 @@ USED = "the model's forward does more with logits than hand its lm_head's to the
 
 
 class Logits(Tensor):
-    """steps(hidden @ head.T), not computed: inner * logits, or outer * tanh(inner * logits),
-    [..., V].
+    """steps(hidden @ head.T) [..., V], not computed: inner * logits, or outer * tanh(inner * logits).
 
     A tensor without memory, so that code which asks for its class, shape or dtype gets the answer.
 
@@ -44,15 +43,17 @@ class Logits(Tensor):
 
     @staticmethod
     def __new__(cls, owner, hidden, cast, dtype=None, inner=1.0, outer=None, words=None, steps=()):
+        shape = (*hidden.shape[:-1], words or rows_of(owner._hfpatch_head()))
         self = without_memory(
             cls,
-            (*hidden.shape[:-1], words or rows_of(owner._hfpatch_head())),
+            shape,
             dtype=dtype or cast or hidden.dtype,
             device=hidden.device,
             requires_grad=torch.is_grad_enabled(),
         )
-        self.owner, self.hidden, self.cast, self.computed = owner, hidden, cast, None
-        self.inner, self.outer, self.words, self.steps = inner, outer, words, steps
+        attributes = {"owner": owner, "hidden": hidden, "cast": cast, "inner": inner,
+                      "outer": outer, "words": words, "steps": steps, "computed": None}  # fmt: skip
+        vars(self).update(attributes)
         if torch.is_grad_enabled():
             with as_plain_tensor():
                 self.register_hook(_no_gradient)
@@ -60,9 +61,11 @@ class Logits(Tensor):
 
     def but(self, step=None, **changes) -> "Logits":
         """Logits with these attributes, and one step more."""
-        now = {n: vars(self)[n] for n in ("owner", "hidden", "cast", "inner", "outer", "words")}
-        steps = self.steps if step is None else (*self.steps, step)
-        return Logits(**{**now, "dtype": self.dtype, "steps": steps, **changes})
+        now = vars(self) | {"dtype": self.dtype} | changes
+        del now["computed"]
+        if step is not None:
+            now["steps"] = (*self.steps, step)
+        return Logits(**now)
 
     def real(self) -> Tensor:
         """The logits as the model would have computed them, and in-place operations changed
@@ -92,20 +95,21 @@ class Logits(Tensor):
 
     def cross_entropy(self, labels, **options) -> Tensor:
         """The loss, computed inside one call of the head."""
-        scale, hidden = self.inner * (self.outer or 1.0), self.hidden
+        hidden = self.hidden
+        scale = self.inner * (self.outer or 1.0)
         if scale != 1:
             hidden = hidden * scale
-        loss = ops.linear_cross_entropy
-        if self.words is not None:
-            loss = partial(_loss_over, self.words)
+        head = self.owner._hfpatch_head()
+        options["softcap"] = self.outer
+        loss = partial(_loss_over, self.words)
         with autocast(self.device.type, self.cast):
-            head = self.owner._hfpatch_head()
-            return through(head, loss, hidden, labels, softcap=self.outer, **options)
+            return through(head, loss, hidden, labels, **options)
 
     @classmethod
     @torch.compiler.disable  # dynamo cannot trace tensors without memory
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, function.__name__
+        kwargs = kwargs or {}
+        name = function.__name__
         if name == "__get__":  # of an attribute
             name = function.__self__.__name__
         if name in _OF_ITS_SHAPE:
@@ -153,8 +157,8 @@ def _scaled(z: Logits, factor, step):
 def _indexed(z: Logits, index):
     """A choice of tokens, of the vocabulary's first words, or of both."""
     index = index if isinstance(index, tuple) else (index,)
-    *tokens, last = index
-    used, whole = 0, False  # the dimensions that the index names; whether it has an ellipsis
+    used = 0  # the dimensions that the index names
+    whole = False  # whether it has an ellipsis
     for k in index:
         if k is ...:
             whole = True
@@ -164,16 +168,17 @@ def _indexed(z: Logits, index):
             used += 1
         elif k is not None:
             return None
+    last = index[-1]
     if last is ... or not whole and used < z.dim():  # not the vocabulary's
         return z.but(hidden=z.hidden[index])
-    if not isinstance(last, slice) or last.start or last.step is not None:
+    if not isinstance(last, slice):
         return None
-    V, hidden = z.shape[-1], z.hidden[(*tokens, slice(None))]
-    words = V if last.stop is None else min(last.stop, V)
-    if words == V:
+    start, words, step = last.indices(z.shape[-1])
+    if start != 0 or step != 1 or words == 0:
+        return None
+    hidden = z.hidden[(*index[:-1], slice(None))]
+    if words == z.shape[-1]:
         return z.but(hidden=hidden)
-    if words <= 0:
-        return None
     return z.but(lambda z: z[..., :words], hidden=hidden, words=words)
 
 
@@ -193,10 +198,12 @@ _OF_ITS_SHAPE = {
 }  # fmt: skip
 
 
-def _loss_over(words: int, hidden, weight, labels, bias: Tensor | None = None, **options) -> Tensor:
-    """The loss over the first `words` rows of the head."""
-    bias = None if bias is None else bias[:words]
-    return ops.linear_cross_entropy(hidden, weight[:words], labels, bias=bias, **options)
+def _loss_over(words, hidden, weight, labels, bias: Tensor | None = None, **options) -> Tensor:
+    """The loss over the first `words` rows of the head, or over all of them."""
+    if words is not None:
+        weight = weight[:words]
+        bias = None if bias is None else bias[:words]
+    return ops.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
 
 class Head:

@@ -119,8 +119,9 @@ class ExchangedAttention(Attention):
     def _to_rows(self, x_BtHE: Tensor) -> Tensor:
         """[B, T, H/P, E]: whole rows of this rank's heads, from this rank's tokens of all heads."""
         size = self.sequence.size
-        if size > x_BtHE.shape[2]:  # ranks share a KV head: each gets a copy
-            x_BtHE = x_BtHE.repeat_interleave(size // x_BtHE.shape[2], 2)
+        n_heads = x_BtHE.shape[2]
+        if size > n_heads:  # ranks share a KV head: each gets a copy
+            x_BtHE = x_BtHE.repeat_interleave(size // n_heads, 2)
         send_PBtwE = x_BtHE.unflatten(2, (size, -1)).movedim(2, 0).contiguous()
         return self.sequence.in_order(self.sequence.all_to_all(send_PBtwE))
 
@@ -147,17 +148,19 @@ class ExchangedAttention(Attention):
 
         mixers: mixers that pass their states from rank to rank (layer/time_ranks.py).
         """
-        n_calls = len(asked)
-        for q, k in zip(parts[: 3 * n_calls : 3], parts[1 : 3 * n_calls : 3]):
-            if why := why_not_shared_out(q.shape[2], k.shape[2], self.sequence.size):
-                raise ValueError(f"hfpatch: {why}. Take another number of ranks.")
         self.asked = asked
-        mine = [self._of_this_rank(c, q.shape[2]) for c, q in zip(asked, parts[::3])]
-        whole = [*map(self._to_rows, parts[: 3 * n_calls]), *parts[3 * n_calls :]]
+        n = 3 * len(asked)  # q, k and v of each call
+        mine = []
+        for call, q, k in zip(asked, parts[:n:3], parts[1:n:3]):
+            why = why_not_shared_out(q.shape[2], k.shape[2], self.sequence.size)
+            if why:
+                raise ValueError(f"hfpatch: {why}. Take another number of ranks.")
+            mine.append(self._of_this_rank(call, q.shape[2]))
+        whole = [*map(self._to_rows, parts[:n]), *parts[n:]]
         outs, lses = super().forward(mine, mixers, whole)
         del whole
-        for n in range(n_calls):
-            outs[n] = self._to_tokens(outs[n], parts[3 * n].shape[2])
+        for i, q in enumerate(parts[:n:3]):
+            outs[i] = self._to_tokens(outs[i], q.shape[2])
         return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:

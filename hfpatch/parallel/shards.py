@@ -58,38 +58,19 @@ def least_of(group, numbers: list[int | None]) -> list[int | None]:
     return [None if n < 0 else n for n in least.tolist()]
 
 
-def together(group, work):
-    """Runs work() on every rank of a group. If one raises, all raise: they would wait for it
-    forever.
-    """
-    found = error = None
-    try:
-        found = work()
-    except Exception as raised:
-        error = raised
-    said = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, None if error is None else str(error), group=of_hosts(group))
-    if error is not None:
-        raise error
-    rank, other = next(((r, one) for r, one in enumerate(said) if one is not None), (0, None))
-    if other is not None:
-        raise ValueError(
-            f"hfpatch: rank {rank} cannot begin the step of a layer that ranks share: {other}"
-        )
-    return found
-
-
 class Shards:
     """This rank's part of tiles that are the same on all ranks of `group`."""
 
     def __init__(self, group):
         self.group = group
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
         self.buffer: Tensor | None = None
 
     def bounds(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The range of each tile [a, b) in mine()'s result; the same lengths on every rank."""
-        found, start = [], 0
+        found = []
+        start = 0
         for a, b in bounds:
             length = -(-(b - a) // self.world)
             found.append((start, start + length))
@@ -113,11 +94,8 @@ class Shards:
         """
         B, t = part_BtD.shape[:2]
         numel = self.world * part_BtD.numel()
-        if (
-            self.buffer is None
-            or self.buffer.numel() < numel
-            or self.buffer.dtype != part_BtD.dtype
-        ):
+        kept = self.buffer
+        if kept is None or kept.numel() < numel or kept.dtype != part_BtD.dtype:
             self.buffer = part_BtD.new_empty(numel)
         tile = self.buffer[:numel].view(B, self.world * t, *part_BtD.shape[2:])
         with torch.no_grad():

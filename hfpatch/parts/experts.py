@@ -22,7 +22,7 @@ from hfpatch.compat import (
     other_hooks,
     register_experts,
 )
-from hfpatch.context.current import experts_as_named, named_experts
+from hfpatch.context.current import experts_as_named, named
 from hfpatch.ops._library import KERNEL_DTYPES
 from hfpatch.ops.experts import CLAMPED, Layout, experts
 from hfpatch.ops.swiglu import ACTIVATIONS, _act
@@ -78,7 +78,7 @@ def weights_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     neither can be known earlier.
     """
     # A config that was copied within a forward names ours.
-    if named_experts(module.config) not in (OUR_EXPERTS, *STANDARD_EXPERTS):
+    if named(module.config).experts not in (OUR_EXPERTS, *STANDARD_EXPERTS):
         return None
     pair = (module.gate_up_proj, module.down_proj)
     for w in pair:

@@ -16,9 +16,6 @@ from torch import Tensor
 from hfpatch.budget.free import hold
 from hfpatch.compat import has_values
 
-# Drivers from r580 on refuse to register 512 GiB at once (github.com/LMCache/LMCache/issues/5177).
-PINNED_AT_ONCE = 64 << 30
-
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
     """Allocates a host buffer of nbytes (uint8). All host buffers of the package come from here.
@@ -29,22 +26,17 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
     """
     if not mapped:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    private = {}
-    if hasattr(mmap, "MAP_PRIVATE"):
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     try:
-        memory = mmap.mmap(-1, nbytes, **private)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
             f"hfpatch: the system could not give {nbytes / 2**30:.2f} GiB of host memory: {error}. "
             "Give the container more memory, or use Checkpointing(every=2) or "
             "Checkpointing(offload='/a/directory')."
         ) from error
-    if hasattr(mmap, "MADV_DONTFORK"):
-        memory.madvise(mmap.MADV_DONTFORK)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)  # registering touches fewer pages
+    memory.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # registering touches fewer pages
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -134,30 +126,19 @@ class CudaDevice(Device):
         event.synchronize() if event is not None else torch.cuda.synchronize(self.device)
 
     def pin(self, block: Tensor) -> int:
-        status = 0
         # CUDA makes a context on the current device, which may be another rank's.
         with torch.cuda.device(self.device):
             runtime = torch.cuda.cudart()
-            for start in range(0, block.numel(), PINNED_AT_ONCE):
-                nbytes = min(PINNED_AT_ONCE, block.numel() - start)
-                status = int(runtime.cudaHostRegister(block.data_ptr() + start, nbytes, 0))
-                if status:
-                    self._unregister(block, start)
-                    break
+            status = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if status:
-            with suppress(
-                RuntimeError
-            ):  # CUDA reports the error again at the next kernel: this one
+            # CUDA reports the error again at the next kernel: this one.
+            with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
         return status
 
     def unpin(self, block: Tensor) -> None:
         with torch.cuda.device(self.device):
-            self._unregister(block, block.numel())
-
-    def _unregister(self, block: Tensor, stop: int) -> None:
-        for start in range(0, stop, PINNED_AT_ONCE):
-            torch.cuda.cudart().cudaHostUnregister(block.data_ptr() + start)
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
     def threads(self, count: int, name: str):
         # A new thread's current device is the first one: waiting for an event would make a context

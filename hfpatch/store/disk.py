@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hfpatch.store.pool import Loan
 
-PREFIX = "hfpatch-"
 PIECE = 64 << 20  # bytes that one thread writes or reads at a time
 THREADS = 8
 UNDER_WAY = 2  # tensors that wait to be written, and tiles on their way to the device
@@ -28,7 +27,7 @@ class File:
     def __init__(self, directory: str):
         try:
             os.makedirs(directory, exist_ok=True)
-            self.fd, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+            self.fd, path = tempfile.mkstemp(prefix="hfpatch-", dir=directory)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -52,7 +51,9 @@ class DiskDirectory:
     """Writes and reads tensors' bytes in `directory`, through host memory of `pool`."""
 
     def __init__(self, directory: str, pool):
-        self.directory, self.pool, self.device = directory, pool, pool.device
+        self.directory = directory
+        self.pool = pool
+        self.device = pool.device
         self.threads = self.device.threads(THREADS, "hfpatch-disk")
         self.writing: deque[list[Future]] = deque()
         # [host memory, event of its copy to the device], the oldest first
@@ -62,8 +63,9 @@ class DiskDirectory:
         """Threads that move bytes start to stop of the loan, from byte `at` of the file on."""
         jobs = []
         for a in range(start, stop, PIECE):
-            bounds = a, min(a + PIECE, stop)
-            jobs.append(self.threads.submit(work, file, at + a - start, loan, bounds, *given))
+            bounds = (a, min(a + PIECE, stop))
+            place = at + a - start
+            jobs.append(self.threads.submit(work, file, place, loan, bounds, *given))
         return jobs
 
     # -- writing -----------------------------------------------------------------------------------

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from hfpatch.budget.free import rank_host_free
 from hfpatch.budget.measured import HOST_SHARE
-from hfpatch.store.device import PINNED_AT_ONCE, Block, Device
+from hfpatch.store.device import Block, Device
+
+# The largest block, unless one tensor needs more. Drivers from r580 on refuse to register 512 GiB at once
+# (github.com/LMCache/LMCache/issues/5177).
+PINNED_AT_ONCE = 64 << 30
 
 
 @dataclass(eq=False)
@@ -32,12 +36,12 @@ class Area:
     """A block of host memory, lent in consecutive pieces of any size. Used by one thread at a time.
 
     A loan takes the lowest gap that is large enough. A backward frees pieces in the reverse order
-    of its forward, so no gaps remain. No piece crosses a multiple of PINNED_AT_ONCE, where one
-    registration ends and the next begins: a copy may not.
+    of its forward, so no gaps remain.
     """
 
     def __init__(self, block, nbytes: int):
-        self.block, self.nbytes = block, nbytes
+        self.block = block
+        self.nbytes = nbytes
         self.rows: list[tuple] = []  # (start, end, weak reference to the loan), ascending
 
     @property
@@ -48,17 +52,15 @@ class Area:
     def take(self, nbytes: int) -> Loan | None:
         """A loan of nbytes, or None."""
         rows = [row for row in self.rows if row[2]() is not None]
-        ends = [0, *(end for _, end, _ in rows)]
-        starts = [*(start for start, _, _ in rows), self.nbytes]
-        for i, (start, stop) in enumerate(zip(ends, starts)):
-            room = -start % PINNED_AT_ONCE  # up to the next registration
-            if room < nbytes:
-                start += room
+        start = 0  # of the gap before a row
+        for i, (stop, after, _) in enumerate([*rows, (self.nbytes, None, None)]):
             if stop - start >= nbytes:
-                loan = Loan(self.block, self.block.bytes[start : start + nbytes])
-                rows.insert(i, (start, start + nbytes, weakref.ref(loan)))
+                end = start + nbytes
+                loan = Loan(self.block, self.block.bytes[start:end])
+                rows.insert(i, (start, end, weakref.ref(loan)))
                 self.rows = rows
                 return loan
+            start = after
         return None
 
 
@@ -70,9 +72,9 @@ class HostPool:
 
     Registering memory with CUDA takes long. A piece for which no block has room gets a new block,
     and later pieces are cut from it: a shorter batch fits into the blocks of a longer one. For a
-    longer batch one block of twice the bytes replaces the unused ones, as far as the host has
-    memory: lengths that grow little by little then register only when they double. If registering
-    fails, memory is pageable from then on.
+    longer batch blocks of twice the bytes replace the unused ones, as far as the host has memory:
+    lengths that grow little by little then register only when they double. If registering fails,
+    memory is pageable from then on.
     """
 
     def __init__(self, device: Device):
@@ -105,13 +107,8 @@ class HostPool:
         return area
 
     def take(self, nbytes: int) -> Loan:
-        """A loan of at least nbytes, from a new block of that size if no block
-        has room. One of more than PINNED_AT_ONCE is pageable, and a block of its own.
-        """
+        """A loan of at least nbytes, from a new block of that size if no block has room."""
         nbytes += -nbytes % ALIGNED
-        if nbytes > PINNED_AT_ONCE:  # a copy may not cross two registrations
-            block = Block(self.device, nbytes, pin=False)
-            return Loan(block, block.bytes)
         for area in self.areas:
             loan = area.take(nbytes)
             if loan is not None:
@@ -122,8 +119,10 @@ class HostPool:
         free = rank_host_free()
         if free is not None:
             more = min(more, int(HOST_SHARE * free))
-        more -= more % ALIGNED
-        return self._make(max(nbytes, more)).take(nbytes)
+        more = max(nbytes, more - more % ALIGNED)
+        largest = max(nbytes, PINNED_AT_ONCE)
+        made = [self._make(min(largest, more - at)) for at in range(0, more, largest)]
+        return made[0].take(nbytes)
 
     def give_back(self) -> None:
         """Frees the blocks without loans. Freeing a pinned block waits for the device."""

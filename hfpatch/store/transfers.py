@@ -29,7 +29,7 @@ exception, wherever it comes, needs no clean-up. tests/dry/test_order.py finds e
 
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -75,19 +75,26 @@ class Slot:
     after: object  # event of its last use
 
 
+@dataclass(eq=False)
 class Ticket:
     """A fetch in flight. wait() returns its tensors; done(), or freeing the ticket, frees its
     memory.
+
+    After Ctrl-C in __init__, __del__ finds the defaults.
     """
 
-    slot, copying, device = None, False, None  # for __del__ after Ctrl-C in __init__
-
-    def __init__(self, device: Device, side, tensors: list[Tensor], slot: Slot | None, free=None):
-        self.device, self.side, self.tensors = device, side, tensors
-        self.owner = device.current()  # the stream that allocated the tensors
-        self.user = self.ready = None
-        self.reads: list = []  # (disk, destination, what DiskDirectory.read returned)
-        self.slot, self.free = slot, free
+    device: Device
+    side: object  # the stream of the copies
+    owner: object  # the stream that allocated the tensors
+    tensors: list[Tensor]
+    slot: Slot | None = None
+    free: deque | None = None  # takes the slot
+    user: object = None  # the stream that waited for the copies
+    copying: bool = False
+    ready: object = None  # event of the copies
+    reads: list = field(
+        default_factory=list
+    )  # (disk, destination, what DiskDirectory.read returned)
 
     def wait(self) -> list[Tensor]:
         """The tensors, safe to use on the current stream."""
@@ -106,21 +113,19 @@ class Ticket:
 
     def done(self) -> None:
         """Frees the memory: the last use of the tensors is launched, or they are not needed."""
-        device = self.device
-        if device is None:
-            return
         if self.copying:
-            # wait() never ran; interrupted copies have no event either
             if self.user is None:
-                device.wait(self.ready or device.mark(self.side), self.owner)
+                # wait() never ran; interrupted copies have no event either
+                self.device.wait(self.ready or self.device.mark(self.side), self.owner)
             elif self.user != self.owner:
-                device.wait(device.mark(self.user), self.owner)
+                self.device.wait(self.device.mark(self.user), self.owner)
             self.copying = False
         if self.slot is not None:
-            self.slot.after = device.mark(self.user or self.owner)
+            self.slot.after = self.device.mark(self.user or self.owner)
             self.free.append(self.slot)
             self.slot = None
-        self.tensors, self.reads = [], []
+        self.tensors = []
+        self.reads = []
 
     def __del__(self, finalizing=sys.is_finalizing):
         if not finalizing():
@@ -136,7 +141,8 @@ class Transfers:
         self.on_device = device
         self.pool = HostPool(self.device)
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
-        self.to_host, self.to_device = self.device.stream(), self.device.stream()
+        self.to_host = self.device.stream()
+        self.to_device = self.device.stream()
         # (source, its version, its stream) of the copies since the last settle(), and their bytes
         self.unsettled: list[tuple[Tensor, int, object]] = []
         self.unsettled_bytes = 0
@@ -148,8 +154,8 @@ class Transfers:
     def save(self, x: Tensor) -> Saved:
         """Starts the copy of x [B, T, ...], which stays alive until settle(). Views are copied."""
         if self.tier == "gpu":
-            part = x.untyped_storage().nbytes() > x.numel() * x.element_size()
-            x = x.clone() if part else x
+            if x.untyped_storage().nbytes() > x.numel() * x.element_size():
+                x = x.clone()
             return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
         saved = self.reserve(x.shape, x.dtype)
         self.put(saved, 0, x)
@@ -204,18 +210,13 @@ class Transfers:
         if self.unsettled:
             copied = self.device.mark(self.to_host)
             self.copied.append((self.unsettled, self.unsettled_bytes, copied))
-            self.unsettled, self.unsettled_bytes = [], 0
-        held = 0
-        for _, nbytes, _ in self.copied:
-            held += nbytes
+            self.unsettled = []
+            self.unsettled_bytes = 0
+        held = sum(nbytes for _, nbytes, _ in self.copied)
         while len(self.copied) > under_way and held > room:
             sources, nbytes, copied = self.copied[0]
-            written_to, streams = False, set()
-            for x, before, stream in sources:
-                streams.add(stream)
-                written_to = written_to or version(x) != before
-            x = None
-            for stream in streams:
+            written_to = any(version(x) != before for x, before, _ in sources)
+            for stream in {stream for _, _, stream in sources}:
                 self.device.wait(copied, stream)
             self.copied.popleft()
             held -= nbytes
@@ -235,11 +236,15 @@ class Transfers:
         receives the slot once the ticket is done.
         """
         device = self.device
-        tensors, copies, offset = [], [], 0
+        tensors = []
+        copies = []
+        offset = 0  # in the slot
         for saved, a, b, destination in pieces:
             if saved.resident:
-                whole = saved.tensor()
-                tensors.append(whole if (a, b) == (0, saved.shape[1]) else whole[:, a:b])
+                kept = saved.tensor()
+                if (a, b) != (0, saved.shape[1]):
+                    kept = kept[:, a:b]
+                tensors.append(kept)
                 continue
             if destination is None:
                 shape = (saved.shape[0], b - a, *saved.shape[2:])
@@ -252,7 +257,7 @@ class Transfers:
                 destination = flat.view(saved.dtype).view(shape)
             tensors.append(destination)
             copies.append((saved, a, b, destination))
-        ticket = Ticket(device, self.to_device, tensors, slot, free)
+        ticket = Ticket(device, self.to_device, device.current(), tensors, slot, free)
         if not copies:
             return ticket
         # New memory: earlier kernels of the compute stream may still use it. settle() made that
@@ -327,7 +332,8 @@ class FetchQueue(Ring):
     def __init__(self, transfers: Transfers):
         super().__init__(transfers)
         self.task = -1
-        self.pending, self.under_way = deque(), deque()
+        self.pending: deque = deque()  # (owner, pieces)
+        self.under_way: deque = deque()  # (owner, ticket)
 
     def begin(self) -> None:
         """Resets the queue unless the current backward pass is the one that filled it."""

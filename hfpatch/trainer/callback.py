@@ -246,7 +246,7 @@ def _with_config(model):
     if hasattr(getattr(model, "config", None), "model_type"):
         return model
     found = inner_model(model)
-    return model if found is None else found[1]
+    return model if found is None else found
 
 
 def _parallelism(args):

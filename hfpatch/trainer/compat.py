@@ -4,7 +4,7 @@ each with a fallback for a version without the name (hfpatch/compat/ has the cor
 
 import sys
 
-from hfpatch.compat import attention_of, name_attention, names_attention
+from hfpatch.compat import attention_of, attention_row, names_attention, values_for_now
 from hfpatch.lab.compat import for_now
 
 # The method by which verl's FSDP2 engine shards its model. The plugin refuses an engine without it.
@@ -36,11 +36,8 @@ def deals_for_any_attention(trainer, shares) -> None:
         named = names_attention(config) and attention_of(config)  # DeepSpeed's engine has a dict
         if named in (False, "sdpa") or not shares(model):
             return deal(model, inputs)
-        before = name_attention(config, "sdpa")
-        try:
+        with values_for_now([attention_row(config, "sdpa")]):
             return deal(model, inputs)
-        finally:
-            name_attention(config, before)
 
     trainer._prepare_context_parallel_inputs = dealing
 

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
-from hfpatch.compat import name_attention
+from hfpatch.compat import attention_row, put
 
 TILED = hfpatch.Checkpointing(offload="host", tile=16)
 
@@ -24,7 +24,7 @@ def named(model, name: str, monkeypatch, function):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, function)
     masks = ALL_MASK_ATTENTION_FUNCTIONS
     monkeypatch.setitem(masks._global_mapping, name, masks["flash_attention_2"])
-    name_attention(model.config, name)
+    put(*attention_row(model.config, name))
     return model
 
 

@@ -157,6 +157,14 @@ def test_a_declared_module_with_another_forward_is_not_what_was_declared(at, dec
     assert look(ours.model.layers[0]).reason == f"{at}: its forward is {__name__}'s"
 
 
+def test_a_declaration_wants_a_class():
+    with pytest.raises(
+        ValueError,
+        match="hfpatch: token_wise takes a class of torch.nn.Module, got Linear.* Pass the",
+    ):
+        hfpatch.token_wise(nn.Linear(2, 2))
+
+
 def less_their_mean(forward):
     return lambda *args: (y := forward(*args)) - y.mean(1, keepdim=True)
 

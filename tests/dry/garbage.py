@@ -5,7 +5,6 @@ nothing, so a comparison on it answers whatever its memory held. Two places of h
 answers; here they get true ones, from the values that were copied to the device.
 """
 
-import copy
 import functools
 
 import torch
@@ -24,22 +23,18 @@ def documents_are_true() -> None:
     """Documents and padding of a batch are found on the host."""
     from hfpatch.context import documents
 
-    real = documents._marks
+    real = documents._on_host
 
-    def marks(batch, *rest):
-        here = copy.copy(batch)
-        mask, positions, offsets = batch.given
-        here.given = on_host(mask), on_host(positions), offsets
-        here.device = torch.device("cpu")
-        if batch.idle_BT is not None and mask is not None:
-            here.idle_BT = ~here.given[0].bool()  # computed on the device from labels
-        found = real(here, *rest)
-        # The copy to the host that a GPU makes.
-        made = torch.cat([mark.reshape(-1) for mark in found]).pin_memory()
-        documents.on_host(made.to(batch.device, non_blocking=True))
-        return found
+    def known(*given):
+        found = real(*given)  # the copy to the host that a GPU makes
+        if found is None:
+            return None
+        mask, positions, idle_BT = map(on_host, given)
+        if idle_BT is not None:
+            idle_BT = ~mask.bool()  # computed on the device from labels
+        return mask, positions, idle_BT
 
-    documents._marks = marks
+    documents._on_host = known
 
 
 def labels_are_counted() -> None:

@@ -106,8 +106,8 @@ def waits() -> list[tuple[str, int, str]]:
 
 # Where a wait shows that is not needed in a step of tiles: a way in which the race is seen.
 SEEN_IN = {
-    "device.wait(self.ready or device.mark(self.side), self.owner)": "partial",
-    "device.wait(device.mark(self.user), self.owner)": "handed over",
+    "self.device.wait(self.ready or self.device.mark(self.side), self.owner)": "partial",
+    "self.device.wait(self.device.mark(self.user), self.owner)": "handed over",
     "self.device.synchronize(copied)": "disk",
     "device.synchronize(ticket.ready)": "weights written at rest",
     "device.synchronize(device.mark())": "weights go to the host",

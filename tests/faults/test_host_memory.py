@@ -100,39 +100,18 @@ def test_forked_processes_do_not_keep_pinned_memory():
     raise AssertionError("no such area")
 
 
-@pytest.mark.parametrize("room", [1 << 60, 200 << 30])
-def test_memory_is_pinned_in_parts_of_64_gib(room, monkeypatch):
-    """A driver that refuses to register more than 64 GiB at once, and `room` in all."""
-    held, most = {}, 64 << 30
-
-    def register(start, nbytes, flags):
-        if nbytes > most or sum(held.values()) + nbytes > room:
-            return 1
-        held[start] = nbytes
-        return 0
-
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    device = CudaDevice(torch.device("cuda", 0))
-    block = torch.empty(8 * most + 64, dtype=torch.uint8, device="meta")
-    if room < block.numel():
-        monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)  # takes CUDA's error
-        assert device.pin(block) == 1 and held == {}
-        return
-    assert device.pin(block) == 0
-    assert sorted(held.items()) == [(i * most, most) for i in range(8)] + [(8 * most, 64)]
-    device.unpin(block)
-    assert held == {}
-
-
-def test_a_piece_longer_than_a_registration_is_not_pinned(monkeypatch):
+def test_no_block_is_larger_than_a_registration(monkeypatch):
+    """A driver that refuses to register more than 64 GiB at once."""
     monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
+    monkeypatch.setattr(pool_module, "rank_host_free", lambda: None)
     device = Pinning()
     pool = HostPool(device)
-    loans = [pool.take(n) for n in (1088, 320, 1088)]
-    assert [loan.bytes.numel() for loan in loans] == [1088, 320, 1088]
-    assert [nbytes for call, _, nbytes in device.calls if call == "pin"] == [320]
+    loans = [pool.take(640) for _ in range(3)]
+    del loans
+    loans = [pool.take(896) for _ in range(3)]  # twice the bytes of before, in three blocks
+    pinned = [call[2] for call in device.calls if call[0] == "pin"]
+    assert pinned == [640, 640, 640, 1024, 1024, 1024, 768]
+    assert len({loan.block for loan in loans}) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a model says to a part of each row that it cannot share with other ranks."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -43,11 +44,11 @@ def test_what_cannot_be_shared_is_refused(make, more, said):
         make()(**given(**more))
 
 
-@pytest.mark.parametrize("engine", ["ulysses_group", "context_parallel_group"])
+@pytest.mark.parametrize("engine", ["ulysses_group", "parallelism_config"])
 def test_a_graph_of_whole_rows_may_run_where_ranks_share_them(engine, monkeypatch):
     """Traced in an evaluation before, it would take this rank's part for the row."""
     assert not parallel.may_share_rows()
-    monkeypatch.setattr(parallel, engine, lambda: "group")
+    monkeypatch.setattr(parallel, engine, lambda: SimpleNamespace(cp_enabled=True))
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda group: 2)
     assert parallel.may_share_rows()
 
@@ -100,7 +101,6 @@ def test_lengths_that_are_close_ask_the_other_ranks_no_more_than_one_length(monk
     rank.group = "ranks"
     least = lambda group, numbers: questions.append(group) or numbers  # noqa: E731
     monkeypatch.setattr(policies, "least_of", least)
-    monkeypatch.setattr(policies, "together", lambda group, work: questions.append(group) or work())
 
     def asked(lengths):
         ours = tiny.patched(tiny.llama()).train()

@@ -4,7 +4,6 @@ and hfpatch. (profiles/plan/rivals.py adds Liger's and TRL's.)
 
 import torch
 
-from hfpatch.compat import run_scans_plainly
 from hfpatch.lab.simulate.adapters import adapted
 
 IMPLEMENTATIONS = ("hf", "hf-ckpt", "hfpatch", "hfpatch-off")
@@ -93,7 +92,6 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
                 model = auto.from_config(made, dtype=dtype, attn_implementation="sdpa")
             except ValueError:  # sdpa cannot compute the family's attention (sinks)
                 model = auto.from_config(made, dtype=dtype, attn_implementation="eager")
-        run_scans_plainly(model)
     except Exception as error:  # each family raises its own class for junk
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
