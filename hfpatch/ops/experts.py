@@ -53,9 +53,6 @@ class Layout:
         return w1, w2
 
 
-# --- products by expert ---------------------------------------------------------------------------
-
-
 def _major(x: Tensor) -> int:
     """The first number of the GPU's compute capability: 0 on a CPU, an H100's for fake tensors."""
     if is_fake(x):
@@ -237,9 +234,6 @@ EXPERT_COMBINE = define(
 )
 
 
-# --- the whole op ---------------------------------------------------------------------------------
-
-
 def _sorted(ids_NK: Tensor, experts: int) -> tuple:
     """(ids_S, perm_S, inverse_NK, offs_E) of rows sorted by expert."""
     ids_S, perm_S = torch.sort(ids_NK.flatten(), stable=True)
@@ -396,14 +390,10 @@ def experts_ref(x_ND, ids_NK, w_NK, w1, w2, *, layout, b1=None, b2=None) -> Tens
     one, two = layout.views(w1, w2)
     for e in range(len(w1)):
         token, k = torch.where(ids_NK == e)
-        gu = x_ND[token] @ one[e].t()
-        if b1 is not None:
-            gu = gu + b1[e]
+        gu = x_ND[token] @ one[e].t() + (0 if b1 is None else b1[e])
         gate, up = _gate_up(gu, None, None, layout.interleaved)
         a = _acted(gate, up, layout.activation, layout.alpha, layout.limit).to(gu.dtype)
-        out = a @ two[e].t()
-        if b2 is not None:
-            out = out + b2[e]
+        out = a @ two[e].t() + (0 if b2 is None else b2[e])
         out = out * w_NK[token, k, None]
         y = y.index_add(0, token, out.to(y.dtype))
     return y
