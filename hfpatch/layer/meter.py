@@ -350,10 +350,11 @@ class Meter:
         }  # fmt: skip
 
     def load(self, state: dict) -> None:
+        """Takes a state of before. Nothing of this meter's own is measured yet."""
         for name, kind in state["kinds"].items():
             self.kinds.setdefault(name, Kind(**kind))
         for key, call in state["calls"].items():
             lines = {n: Line(v["points"]) if isinstance(v, dict) else v for n, v in call.items()}
-            self.calls.setdefault(key, Call(**lines | {"sure": False}))
+            self.calls[key] = Call(**lines | {"sure": False})
         self.reserve = max(self.reserve, int(state["spare"] * self.card))
         self.tile_most = min(self.tile_most, state["tile_most"])

@@ -160,7 +160,7 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
     """
     with contextlib.ExitStack() as stack:
         if cuda:
-            stack.enter_context(_wide_sums.as_on_cuda())
+            stack.enter_context(for_now(_wide_sums, AS_CUDA=True))
             # These serve tiled layers and whole ones.
             stack.enter_context(for_now(heads, pick=lambda *_: "flash"))
             for user in (attention, why_whole):
