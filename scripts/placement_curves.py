@@ -94,7 +94,7 @@ def one(name: str, folder: str, steps: int, rate: float) -> None:
     model = LlamaForCausalLM(config).float()
     if "from bf16" in name:
         model = model.bfloat16().float()
-    if not plain and placement.get(kind).bf16_weights:
+    if not plain and placement.PLACEMENTS[kind].bf16:
         model = model.bfloat16()
     more = {} if plain else placement.trainer_arguments(model, args, kind)
     trainer = Trainer(model, args, train_dataset=rows(steps * batch, length), **more)

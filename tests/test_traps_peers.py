@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama as hf
 
@@ -171,6 +172,18 @@ def test_loss_scaled_and_added(way):
         tiny.numerics.assert_close(got[name], plain[name], exact[name], name)
 
 
+def test_gradients_by_torch_func_are_refused_by_a_sentence():
+    ours = tiny.patched(tiny.llama())
+    parameters = {name: p.detach() for name, p in ours.named_parameters()}
+    loss = lambda parameters: torch.func.functional_call(ours, parameters, (), tiny.labelled()).loss  # noqa: E731
+    with pytest.raises(
+        AssertionError, match="hfpatch: torch.func .* do not work on a patched model"
+    ):
+        torch.func.grad(loss)(parameters)
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(AssertionError, match="hfpatch:"):
+        ours(**tiny.labelled())
+
+
 def test_an_empty_batch_is_transformers_error():
     """Not a division by zero where tiles are counted."""
     ours = tiny.patched(tiny.llama())
@@ -186,6 +199,40 @@ def test_double_backward_is_refused_by_a_sentence(way):
     loss = ours(**tiny.labelled()).loss
     with pytest.raises(RuntimeError, match="hfpatch: .*create_graph"):
         torch.autograd.grad(loss, [ours.model.layers[0].mlp.gate_proj.weight], create_graph=True)
+
+
+def test_a_gradients_gradient_is_refused_where_nothing_trains():
+    """The loss is linear in the layers' output: torch alone would give a gradient without a graph."""
+    ours = tiny.patched(tiny.llama()).requires_grad_(False)
+    ours.model.norm = nn.Identity()
+    x = torch.randn(1, 16, ours.config.hidden_size, requires_grad=True)
+    with pytest.raises(RuntimeError, match="hfpatch: .*create_graph"):
+        torch.autograd.grad(ours.model(inputs_embeds=x)[0].sum(), x, create_graph=True)
+
+
+class _Halved(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) / 2
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_a_head_with_a_call_of_its_own_is_called_as_it_is():
+    stock = tiny.llama()
+    stock.lm_head.__class__ = _Halved
+    ours = tiny.patched(copy.deepcopy(stock))
+    tiny.numerics.assert_close(
+        *(m(**tiny.labelled()).loss for m in (ours, stock)),
+        stock.double()(**tiny.labelled()).loss,
+        "loss",
+    )
+
+
+def test_a_model_of_a_config_copied_in_a_forward_runs():
+    ours = tiny.patched(tiny.llama())
+    configs = []
+    ours.model.norm.register_forward_hook(lambda *_: configs.append(copy.deepcopy(ours.config)))
+    ours(**tiny.labelled())
+    tiny.llama().__class__(configs[0])(**tiny.labelled()).loss.backward()
 
 
 # --- hooks ----------------------------------------------------------------------------------------

@@ -22,6 +22,12 @@ def autograd_mode() -> tuple:
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def transforming() -> bool:
+    """Whether torch.func (grad, vjp, vmap) or forward-mode differentiation runs."""
+    dual = torch.autograd.forward_ad._current_level >= 0
+    return dual or torch._C._are_functorch_transforms_active()
+
+
 def version(x: Tensor) -> int:
     """The number of in-place writes to x; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version

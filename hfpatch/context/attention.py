@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hfpatch.attention.heads import Attention
 from hfpatch.compat import autocast_dtype
 from hfpatch.context.current import NAME, Asked, current, named, not_exchanged
-from hfpatch.context.masks import ANSWERED, Mask, describe
+from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
 from hfpatch.context.ranks import attends_to_all_before
 from hfpatch.parallel.exchange import ExchangedAttention
 
@@ -32,6 +32,9 @@ def mask(
 ) -> Mask:
     """A Mask. The keywords are those of transformers' own mask functions."""
     batch = current.batch
+    if batch is None:  # of a model that is not patched, whose config was copied during a forward
+        device = kwargs.get("device", "cpu")
+        batch = Batch(kwargs["batch_size"], kv_length, device, kwargs.get("attention_mask"))
     added = dtype if named(config).attention == "eager" else None
     if not use_vmap and kv_length == batch.t and not kv_offset:
         kind = describe(mask_function, local_size)
@@ -66,7 +69,7 @@ def attention(
 
     The mask holds the window, as in transformers' own eager and sdpa functions.
     """
-    if attention_mask is None and current.batch.sequence is not None:
+    if attention_mask is None and _sequence() is not None:
         # accelerate's hooks drop masks; before 1.15 they drop masks of windows too
         if not attends_to_all_before(getattr(module, "config", None)):
             raise not_exchanged(
@@ -123,19 +126,25 @@ class _Attention(torch.autograd.Function):
         return *grads, *dsinks, None, None
 
 
+def _sequence():
+    """The ranks that share the rows of the running forward, or None."""
+    return None if current.batch is None else current.batch.sequence
+
+
 def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     """(out, probabilities or None) of whole rows. kwargs: the other arguments of the call."""
-    batch = current.batch
+    sequence = _sequence()
     reason = asked.why_not_tiled()
-    if reason is not None and batch.sequence is not None:
+    if reason is not None and sequence is not None:
         raise not_exchanged(reason)
     scaled = asked.softcap is not None or asked.sinks_H is not None
-    if batch.probabilities or asked.told or reason and scaled:
+    probabilities = current.batch is not None and current.batch.probabilities
+    if probabilities or asked.told or reason and scaled:
         return _by_family(asked, kwargs)
     if reason is not None:
         return _plain(asked), None
     q, k, v = _cast(asked)
-    return _Attention.apply(q, k, v, asked.sinks_H, asked.call(), batch.sequence), None
+    return _Attention.apply(q, k, v, asked.sinks_H, asked.call(), sequence), None
 
 
 def _cast(asked: Asked) -> list[Tensor]:

@@ -122,7 +122,9 @@ LIBRARIES = PROJECTIONS | sys.stdlib_module_names | {
     "peft", "transformer_engine", "trl",
 }  # fmt: skip
 
-LINEAR = nn.Linear.forward  # torch's own, from before any replacement
+# Torch's own, from before any replacement.
+LINEAR = nn.Linear.forward
+CALL = nn.Linear.__call__
 
 
 def whose(code) -> str:

@@ -14,6 +14,7 @@ import torch
 from hfpatch.compat import (
     CACHE_NAMES,
     compiled_by_itself,
+    transforming,
 )
 from hfpatch.context import attention  # noqa: F401 (registers ours)
 from hfpatch.context.classes import KeepsSignature, package_of, replaced_forward
@@ -81,6 +82,10 @@ class PatchedStack(KeepsSignature):
         if current.outer.causal:
             # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
+        assert not transforming(), (
+            "hfpatch: torch.func and forward mode do not work on a patched model. Call "
+            "hfpatch.undo(model)."
+        )
         layers = list_of_layers(self) or ()
         # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
         ours = [m for held in layers for m in held.modules() if isinstance(m, PatchedLayer)]

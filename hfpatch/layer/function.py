@@ -4,7 +4,6 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Checkpointing
@@ -31,8 +30,12 @@ class LayerFunction(torch.autograd.Function):
         return tuple(call.forward(x))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, *dextras):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "hfpatch: a patched layer has no second derivative, got create_graph=True. Call "
+                "hfpatch.undo(model), and model.set_attn_implementation('eager')."
+            )
         call = ctx.call
         if call.traced is None:
             raise RuntimeError(

@@ -19,7 +19,7 @@ from hfpatch.compat import (
     user_hooks,
     values_for_now,
 )
-from hfpatch.context.classes import LINEAR, swap, whose
+from hfpatch.context.classes import CALL, LINEAR, swap, whose
 
 WHOLE = (
     "the loss runs through whole logits, as {}. A fused loss needs a plain Linear as lm_head, "
@@ -76,6 +76,8 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     inner = linear_of(head)
     if not isinstance(inner, nn.Linear) or type(inner).forward is not LINEAR:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
+    if type(inner).__call__ is not CALL:
+        return f"lm_head is a {type(inner).__name__} whose __call__ is not torch's"
     hooks = output_hooks(inner)
     if head is not inner:
         hooks += output_hooks(head)

@@ -61,8 +61,9 @@ class Logits(Tensor):
 
     def but(self, step=None, **changes) -> "Logits":
         """Logits with these attributes, and one step more."""
-        now = vars(self) | {"dtype": self.dtype} | changes
-        del now["computed"]
+        names = ("owner", "hidden", "cast", "inner", "outer", "words", "steps")
+        now = {name: vars(self)[name] for name in names}
+        now |= {"dtype": self.dtype} | changes
         if step is not None:
             now["steps"] = (*self.steps, step)
         return Logits(**now)
@@ -168,7 +169,7 @@ def _indexed(z: Logits, index):
             used += 1
         elif k is not None:
             return None
-    last = index[-1]
+    last = index[-1] if index else ...
     if last is ... or not whole and used < z.dim():  # not the vocabulary's
         return z.but(hidden=z.hidden[index])
     if not isinstance(last, slice):

@@ -92,7 +92,7 @@ class HostPool:
         return self.bytes_held - sum(area.taken for area in self.areas)
 
     def _make(self, nbytes: int) -> Area:
-        block = Block(self.device, nbytes, self.pinned)
+        block = Block(self.device, nbytes, self.pinned and nbytes <= PINNED_AT_ONCE)
         if block.status:
             self.pinned = False
             warnings.warn(

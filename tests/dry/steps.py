@@ -89,14 +89,14 @@ def config_of(case: Case):
     from transformers import AutoConfig
 
     from hfpatch.lab import made
-    from hfpatch.lab.presets import _ROWS
+    from hfpatch.lab.presets import PRESETS
     from scripts.families import family_config
 
     tokens = max(tokens for _, tokens in case.rows)
     changes = dict(case.changes)
     if case.layers:
         changes["num_hidden_layers"] = case.layers
-    if case.model in _ROWS:
+    if case.model in PRESETS:
         return made.config_of(case.model, changes, tokens)
     values = family_config(case.model)
     if case.layers:
