@@ -24,7 +24,7 @@ FOLDERS = {
     "layer": (2908, 32575),
     "trainer": (2450, 24619),  # a second training in a folder keeps the first one's measurements
     "budget": (480, 5133),  # misspelt keywords and places, for who writes Python as for flags
-    "planner": (947, 11716),  # argparse's messages in the form of all others, for who mistypes
+    "planner": (946, 11716),  # argparse's messages in the form of all others, for who mistypes
     "decoder": (1103, 12721),
     "ops": (867, 11366),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
