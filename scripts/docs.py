@@ -117,7 +117,7 @@ runs in cuDNN on H100 and B200 and in FlashAttention-2 on other GPUs. `HFPATCH_A
 `fa3` or `efficient` names the kernel (`fa3` needs the package flash_attn_interface). FlashAttention-2 also
 runs heads of more than 128 columns, and in a process with more than four sequence lengths.
 Windows and packed rows take FlashAttention-2. Soft caps of scores (Gemma 2) have no kernel: on a GPU such
-layers run untiled, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
+layers run untiled, with hfpatch's attention in blocks (plain PyTorch). Heads of more than 256 columns (Gemma 4 has 512) take
 torch's memory-efficient kernel.
 
 ## Versions
@@ -187,8 +187,9 @@ def untiled() -> str:
     out = ["# Why a layer runs untiled", "",
            "From `REASONS` in `hfpatch/layer/why_whole.py`, by `python scripts/docs.py untiled`. The first "
            "reason that holds decides.", "",
-           "An untiled layer gives the numbers of transformers' own. It runs again in backward, and "
-           "its input is offloaded, so it is still long-context.", "",
+           "An untiled layer gives the numbers of transformers' own. It runs again in backward "
+           "from its input, which is offloaded like a tiled layer's, so it is still long-context. A reason that "
+           "says *keeps everything* does neither.", "",
            "Each reason is looked for at one stage:", ""]  # fmt: skip
     for line in stages:
         stage, facts = line.split(maxsplit=1)

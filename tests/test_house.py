@@ -22,15 +22,15 @@ LAYOUT = {
 FOLDERS = {
     "lab": (3073, 33718),  # with the cards' data sheets and a config's sizes, for plan
     "layer": (2908, 32575),
-    "trainer": (2412, 24619),
+    "trainer": (2450, 24619),  # a second training in a folder keeps the first one's measurements
     "budget": (480, 5133),  # misspelt keywords and places, for who writes Python as for flags
-    "planner": (945, 11716),  # argparse's messages in the form of all others, for who mistypes
+    "planner": (947, 11716),  # argparse's messages in the form of all others, for who mistypes
     "decoder": (1103, 12721),
-    "ops": (913, 12535),
-    "cli": (747, 7926),
+    "ops": (867, 11366),
+    "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
     "context": (711, 7899),
     "store": (527, 5216),
-    "kernels": (566, 9154),
+    "kernels": (566, 8369),
     "compat": (465, 4372),
     "parts": (451, 5091),
     "attention": (400, 5225),

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
 
 from hfpatch.budget.limits import parse_length
@@ -16,6 +17,7 @@ from hfpatch.planner.limits import flag
 from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.planner.plan import plan
 
+PAUSE = 2.0  # seconds of silence before a search names the length it tries
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
 example: hfpatch plan llama-3.1-8b --seq-len 128k --gpu a100-80gb --host-ram 256GiB"""
 
@@ -60,8 +62,17 @@ def add_arguments(parser) -> None:
     add("--json", action="store_true", help="one JSON object")
 
 
-def _say_length(tokens: int) -> None:
-    print(f"hfpatch: longest sequence: trying {tokens:,} tokens", file=sys.stderr)
+def _lengths_tried():
+    """A function that prints the length that a search tries to stderr, once in PAUSE seconds."""
+    said = time.monotonic()
+
+    def say(tokens: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= PAUSE:
+            said = time.monotonic()
+            print(f"hfpatch: longest sequence: trying {tokens:,} tokens", file=sys.stderr)
+
+    return say
 
 
 def main(args) -> int:
@@ -75,7 +86,7 @@ def main(args) -> int:
             adapters=adapters_of(args), sp_size=args.sp_size, images=args.images,
             video_tokens=args.video_tokens, fp8=args.fp8, max_seq_len=args.max_seq_len,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
-            progress=_say_length,
+            progress=_lengths_tried(),
         )  # fmt: skip
     if args.extended:
         found = replace(found, positions=None)

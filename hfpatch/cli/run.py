@@ -34,7 +34,8 @@ _PARTS = {
     "loss": "stock head and loss",
 }
 _WORDS = {"auto": "auto", "true": True, "false": False}
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_PASSED_ON = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 def main(argv=None) -> int:

@@ -12,18 +12,19 @@ begun); 2 bad input, refused before long work; 1 a failure of the machine such a
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
-from itertools import islice
 
 from hfpatch.budget.free import expand_segments
 from hfpatch.budget.limits import did_you_mean, environment_number
 from hfpatch.cli import train_help
 from hfpatch.cli.failures import guarded
 from hfpatch.cli.quiet import progress
+from hfpatch.planner.limits import check_ranges
 from hfpatch.trainer import run_file
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
@@ -53,7 +54,7 @@ def train(argv) -> int:
         print(train_help.text())
         return 0
     argv = ["--help" if word == "--help-all" else word for word in argv]
-    _expect_needed(argv)
+    _refuse_early(argv)
 
     # [Step 2] The flags.
     from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
@@ -80,7 +81,7 @@ def train(argv) -> int:
     with progress("reading and tokenizing the data", first):
         tokenizer, data = sources.load_data(model_args, data_args, args, config, say=say)
     if data_args.show_batch:
-        say(show([*islice(data.train, data_args.show_batch)], tokenizer))
+        say(show([*itertools.islice(data.train, data_args.show_batch)], tokenizer))
         return 0
 
     # [Step 4] Does the run fit, train, and continue its checkpoint?
@@ -103,10 +104,19 @@ def train(argv) -> int:
         return _fit(run, checkpoint, stop, say)
 
 
-def _expect_needed(argv) -> None:
-    """ValueError without --model or --data, unless a file, --help or a misspelt flag comes first."""
+def _refuse_early(argv) -> None:
+    """ValueError for a run file that does not read, a number beyond its range, and without --model
+    or --data, unless a file, --help or a misspelt flag is there."""
+    numbers = {}
+    for name, word in itertools.pairwise(argv):
+        if word.removeprefix("-").isdecimal():
+            numbers[name.lstrip("-")] = int(word)
+    check_ranges(numbers, "_")
     given = [word.partition("=")[0] for word in argv]
-    if given and not given[0].startswith("-") or "--help" in given:
+    if given and not given[0].startswith("-"):
+        run_file.read(run_file.find(argv[0]))
+        return
+    if "--help" in given:
         return
     for name, sentence in run_file.NEEDED.items():
         if not did_you_mean(f"--{name}", given):  # a misspelt one has its own sentence

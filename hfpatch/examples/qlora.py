@@ -69,6 +69,7 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
             max_steps=2,
             logging_steps=1,
             save_strategy="no",
+            seed=0,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     )

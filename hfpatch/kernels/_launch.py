@@ -1,8 +1,14 @@
-"""Helpers of the launchers: they start a kernel on the tensors' device and choose block sizes."""
-
-import contextlib
+"""Helpers of kernels and of their launchers."""
 
 import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(p, mask):
+    """The block at p in float32, 0 where masked. tl.store casts back by itself."""
+    return tl.load(p, mask=mask, other=0.0).to(tl.float32)
 
 
 def launch(
@@ -25,9 +31,8 @@ def launch(
         num_stages: of the kernel's software pipelines.
     """
     num_warps = warps_for(num_warps, 64 if torch.version.hip else 32)
-    device = next(a.device for a in args if isinstance(a, torch.Tensor))
     # Triton starts a kernel on the current device, which need not be the tensors'.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with torch.cuda.device_of(args[0]):
         # enable_fp_fusion is explicit, because its default changes in Triton 3.10 and Triton 3.9
         # warns about that.
         kernel[grid](

@@ -1,7 +1,7 @@
 """Cross-entropy over a chunk of logits, in place. One program per row loops over blocks of columns.
 
 ops/_linear_ce_chunk.py launches `cross_entropy_fwd` and `cross_entropy_bwd`, by their names
-(`by_device` in ops/_library.py).
+(`define` in ops/_library.py).
 
 Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded
 past V).
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hfpatch.kernels._launch import launch
+from hfpatch.kernels._launch import _load, launch
 
 MAX_BLOCK = 8192
 LONG_ROW = 96 << 10  # bytes
@@ -69,47 +69,84 @@ def _u(b_x, inner, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _write_zeros(p_row, V, BLOCK: tl.constexpr):
+    for start in range(0, V, BLOCK):
+        o_x = start + tl.arange(0, BLOCK)
+        tl.store(p_row + o_x, 0.0, mask=o_x < V)
+
+
+@triton.jit
+def _write_gradient(
+    p_row,  # the logits of one row, V of them
+    V,
+    label,
+    top,
+    p_scale,
+    y_scale,
+    u_scale,
+    entropy,
+    h_scale,
+    s_scale,
+    inner,
+    outer,
+    UNIFORM: tl.constexpr,
+    STATS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        o_x = start + tl.arange(0, BLOCK)
+        m_v = o_x < V
+        b_x = _load(p_row + o_x, m_v)
+        b_below = outer * (_u(b_x, inner, SOFTCAP) - top)
+        b_e = tl.exp(b_below)
+        b_d = p_scale * b_e
+        if STATS:
+            b_log = _finite(b_below) + entropy
+            b_d = b_e * (p_scale + h_scale * b_log + s_scale * b_e)
+        b_d -= tl.where(o_x == label, y_scale, 0.0)
+        if UNIFORM:
+            b_d -= u_scale
+        b_d *= outer
+        if SOFTCAP:
+            b_d *= inner * _tanh_slope(inner * b_x)
+        tl.store(p_row + o_x, b_d, mask=m_v)
+
+
+@triton.jit
 def cross_entropy_fwd_kernel(
     logits_ptr,  # (N, V), row stride S; becomes the gradient where GRAD
     labels_ptr,  # (N,)
     scale_ptr,  # (), float32: the factor of each token's loss in the total
-    loss_ptr,  # (N,)
-    lse_ptr,  # (2, N), row stride stride_lse: the largest u, log of the sum of exp(z - largest z)
-    best_ptr,  # (N,) int32, the first largest logit; or None
-    stats_ptr,  # (3, N), row stride stride_stats: entropy, mean z, sum of squared p; or None
+    outs_ptr,  # (K, N) float32, row stride stride_outs: outs_KC of ops/_linear_ce_chunk.py
     S,
     V,
-    stride_lse,
-    stride_stats,
+    stride_outs,
     ignore_index,
-    smoothing,
     inner,
     outer,
+    smoothing,
     z_loss,
+    K: tl.constexpr,
+    BEST: tl.constexpr,
     GRAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    STATS: tl.constexpr = K > 4
     i_n = tl.program_id(0).to(tl.int64)
     p_row = logits_ptr + i_n * S
+    p_out = outs_ptr + i_n
     label = tl.load(labels_ptr + i_n)
     o_v = tl.arange(0, BLOCK)
-
     if label == ignore_index:
-        tl.store(loss_ptr + i_n, 0.0)
-        tl.store(lse_ptr + i_n, 0.0)
-        tl.store(lse_ptr + stride_lse + i_n, 0.0)
-        if best_ptr is not None:
-            tl.store(best_ptr + i_n, -1)
-        if stats_ptr is not None:
-            for k in tl.static_range(3):
-                tl.store(stats_ptr + k * stride_stats + i_n, 0.0)
+        for k in tl.static_range(K):
+            tl.store(p_out + k * stride_outs, 0.0)
         if GRAD:
-            for start in range(0, V, BLOCK):
-                b_zero = tl.zeros([BLOCK], dtype=tl.float32).to(logits_ptr.dtype.element_ty)
-                tl.store(p_row + start + o_v, b_zero, mask=start + o_v < V)
+            _write_zeros(p_row, V, BLOCK)
     else:
         # The op asserts that labels are valid, but this kernel runs before the assertion stops the
         # program. An invalid label must not read outside the row.
@@ -128,7 +165,7 @@ def cross_entropy_fwd_kernel(
             b_u = _u(b_x, inner, SOFTCAP)
             if SOFTCAP:
                 b_u = tl.where(m_v, b_u, -float("inf"))
-            if best_ptr is not None:
+            if BEST:
                 b_top, b_best = tl.max(
                     b_u, axis=0, return_indices=True, return_indices_tie_break_left=True
                 )
@@ -140,15 +177,14 @@ def cross_entropy_fwd_kernel(
             fade = tl.exp(outer * (top - shift))
             b_below = outer * (b_u - shift)
             b_e = tl.exp(b_below)
-            if stats_ptr is not None:
-                slack = fade * (
-                    slack + total * tl.where(top == -float("inf"), 0.0, outer * (top - shift))
-                )
+            if STATS:
+                lower = tl.where(top == -float("inf"), 0.0, outer * (top - shift))
+                slack = fade * (slack + total * lower)
                 slack += tl.sum(b_e * _finite(b_below), axis=0)
                 square = fade * fade * square + tl.sum(b_e * b_e, axis=0)
             total = total * fade + tl.sum(b_e, axis=0)
             top = new_top
-            if SMOOTHING or stats_ptr is not None:
+            if SMOOTHING or STATS:
                 u_sum += tl.sum(tl.where(m_v, b_u, 0.0), axis=0)
 
         log_total = tl.log(total)
@@ -156,15 +192,15 @@ def cross_entropy_fwd_kernel(
         loss = (1.0 - smoothing) * (outer * (top - target) + log_total) + z_loss * lse * lse
         if SMOOTHING:
             loss += smoothing / V * (V * lse - outer * u_sum)
-        tl.store(loss_ptr + i_n, loss)
-        tl.store(lse_ptr + i_n, top)
-        tl.store(lse_ptr + stride_lse + i_n, log_total)
-        if best_ptr is not None:
-            tl.store(best_ptr + i_n, best)
-        if stats_ptr is not None:
-            tl.store(stats_ptr + i_n, log_total - slack / total)
-            tl.store(stats_ptr + stride_stats + i_n, outer * u_sum / V)
-            tl.store(stats_ptr + 2 * stride_stats + i_n, square / (total * total))
+        tl.store(p_out, loss)
+        tl.store(p_out + stride_outs, top)
+        tl.store(p_out + 2 * stride_outs, log_total)
+        if STATS:
+            tl.store(p_out + 3 * stride_outs, log_total - slack / total)
+            tl.store(p_out + 4 * stride_outs, outer * u_sum / V)
+            tl.store(p_out + 5 * stride_outs, square / (total * total))
+        if BEST:
+            tl.store(p_out + (K - 1) * stride_outs, best.to(tl.float32))
 
         if GRAD:
             scale = tl.load(scale_ptr)
@@ -173,68 +209,46 @@ def cross_entropy_fwd_kernel(
             if SMOOTHING:
                 p_scale += scale * smoothing
             p_scale /= total
-            for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-                m_v = start + o_v < V
-                b_x = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
-                b_d = p_scale * tl.exp(outer * (_u(b_x, inner, SOFTCAP) - top))
-                b_d -= tl.where(start + o_v == label, y_scale, 0.0)
-                if SMOOTHING:
-                    b_d -= scale * smoothing / V
-                b_d *= outer
-                if SOFTCAP:
-                    b_d *= inner * _tanh_slope(inner * b_x)
-                tl.store(p_row + start + o_v, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
+            u_scale = scale * smoothing / V
+            _write_gradient(
+                p_row, V, label, top, p_scale, y_scale, u_scale, 0.0, 0.0, 0.0, inner, outer,
+                SMOOTHING, False, SOFTCAP, BLOCK, STAGES,
+            )  # fmt: skip
 
 
 @triton.jit
 def cross_entropy_bwd_kernel(
     logits_ptr,  # (N, V), row stride S; becomes the gradient
     labels_ptr,  # (N,)
-    rows_ptr,  # (K, N) float32, row stride stride_rows: the largest u, factors of the gradient
+    factors_ptr,  # (K, N) float32, row stride F: factors_KC of ops/_linear_ce_chunk.py
     S,
     V,
-    stride_rows,
+    F,
     ignore_index,
     inner,
     outer,
-    UNIFORM: tl.constexpr,
-    STATS: tl.constexpr,
+    K: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
-    p_row, p_factor = logits_ptr + i_n * S, rows_ptr + i_n
+    p_row = logits_ptr + i_n * S
+    p_factor = factors_ptr + i_n
     label = tl.load(labels_ptr + i_n)
-    o_v = tl.arange(0, BLOCK)
-    keep = label != ignore_index
-    top = tl.where(
-        keep, tl.load(p_factor), float("inf")
-    )  # gives probabilities of 0, so nothing overflows
-    p_scale = tl.load(p_factor + stride_rows)
-    y_scale = tl.load(p_factor + 2 * stride_rows)
-    if UNIFORM:
-        u_scale = tl.load(p_factor + 3 * stride_rows)
-    if STATS:
-        entropy = tl.load(p_factor + 4 * stride_rows)
-        h_scale = tl.load(p_factor + 5 * stride_rows)
-        s_scale = tl.load(p_factor + 6 * stride_rows)
-    for start in range(0, V, BLOCK):
-        m_v = start + o_v < V
-        b_x = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
-        b_below = outer * (_u(b_x, inner, SOFTCAP) - top)
-        b_e = tl.exp(b_below)
-        if STATS:
-            b_d = b_e * (p_scale + h_scale * (_finite(b_below) + entropy) + s_scale * b_e)
-        else:
-            b_d = p_scale * b_e
-        b_d -= tl.where(start + o_v == label, y_scale, 0.0)
-        if UNIFORM:
-            b_d -= u_scale
-        b_d *= outer
-        if SOFTCAP:
-            b_d *= inner * _tanh_slope(inner * b_x)
-        b_d = tl.where(keep, b_d, 0.0)
-        tl.store(p_row + start + o_v, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
+    if label == ignore_index:
+        _write_zeros(p_row, V, BLOCK)
+    else:
+        top = tl.load(p_factor)
+        p_scale = tl.load(p_factor + F)
+        y_scale = tl.load(p_factor + 2 * F)
+        u_scale = tl.load(p_factor + 3 * F) if K > 3 else 0.0
+        entropy = tl.load(p_factor + 4 * F) if K > 4 else 0.0
+        h_scale = tl.load(p_factor + 5 * F) if K > 4 else 0.0
+        s_scale = tl.load(p_factor + 6 * F) if K > 4 else 0.0
+        _write_gradient(
+            p_row, V, label, top, p_scale, y_scale, u_scale, entropy, h_scale, s_scale,
+            inner, outer, K > 3, K > 4, SOFTCAP, BLOCK, 1,
+        )  # fmt: skip
 
 
 def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
@@ -244,10 +258,14 @@ def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
     If the loop holds more than the logits (not plain), a thread gets half as many elements, because
     registers would spill.
     """
-    block = min(
-        MAX_BLOCK if plain else MAX_BLOCK // 4, max(128, triton.next_power_of_2(vocab_size))
-    )
-    return block, max(1, min(16, block // (512 if plain else 256)))
+    block = max(128, triton.next_power_of_2(vocab_size))
+    if plain:
+        block = min(MAX_BLOCK, block)
+        num_warps = block // 512
+    else:
+        block = min(MAX_BLOCK // 4, block)
+        num_warps = block // 256
+    return block, max(1, min(16, num_warps))
 
 
 def forward_config(
@@ -268,48 +286,48 @@ def forward_config(
 def cross_entropy_fwd(
     logits_NV: Tensor,
     labels_N: Tensor,
-    scale: Tensor,
-    loss_N: Tensor,
-    lse_2N: Tensor,
-    best_N: Tensor | None,
-    stats_3N: Tensor | None,
+    outs_KN: Tensor,
     ignore_index: int,
-    smoothing: float,
     inner: float,
     outer: float,
+    scale: Tensor,
+    smoothing: float,
     z_loss: float,
+    best: bool,
     grad: bool,
 ) -> None:
     """Launches the forward. Arguments as `hfpatch::cross_entropy_chunk_`."""
-    rows, vocab_size = logits_NV.shape
+    N, V = logits_NV.shape
+    K = len(outs_KN)
     itemsize = logits_NV.element_size()
-    block, warps, stages = forward_config(
-        vocab_size * itemsize, itemsize, grad=grad, plain=stats_3N is None,
-        bare=not inner and not smoothing,
-    )  # fmt: skip
-    stride_stats = 0 if stats_3N is None else stats_3N.stride(0)
-    args = logits_NV, labels_N, scale, loss_N, lse_2N, best_N, stats_3N
-    args += logits_NV.stride(0), vocab_size, lse_2N.stride(0), stride_stats
-    args += ignore_index, smoothing, inner, outer, z_loss
-    constexprs = dict(
-        GRAD=grad, SOFTCAP=inner != 0.0, SMOOTHING=smoothing != 0.0, BLOCK=block, STAGES=stages
+    block, num_warps, stages = forward_config(
+        V * itemsize, itemsize, grad=grad, plain=K <= 4, bare=not inner and not smoothing
     )
-    launch(cross_entropy_fwd_kernel, (rows,), args, constexprs, num_warps=warps)
+    args = (
+        logits_NV, labels_N, scale, outs_KN, logits_NV.stride(0), V, outs_KN.stride(0),
+        ignore_index, inner, outer, smoothing, z_loss,
+    )  # fmt: skip
+    constexprs = dict(
+        K=K, BEST=best, GRAD=grad, SOFTCAP=inner != 0.0, SMOOTHING=smoothing != 0.0,
+        BLOCK=block, STAGES=stages,
+    )  # fmt: skip
+    launch(cross_entropy_fwd_kernel, (N,), args, constexprs, num_warps=num_warps)
 
 
 def cross_entropy_bwd(
     logits_NV: Tensor,
     labels_N: Tensor,
-    rows_KN: Tensor,
+    factors_KN: Tensor,
     ignore_index: int,
     inner: float,
     outer: float,
 ) -> None:
     """Launches the backward. Arguments as `hfpatch::cross_entropy_chunk_bwd_`."""
-    rows, vocab_size = logits_NV.shape
-    block, warps = block_and_warps(vocab_size)
-    args = logits_NV, labels_N, rows_KN, logits_NV.stride(0), vocab_size, rows_KN.stride(0)
-    args += ignore_index, inner, outer
-    K = len(rows_KN)
-    constexprs = dict(UNIFORM=K > 3, STATS=K > 4, SOFTCAP=inner != 0.0, BLOCK=block)
-    launch(cross_entropy_bwd_kernel, (rows,), args, constexprs, num_warps=warps)
+    N, V = logits_NV.shape
+    block, num_warps = block_and_warps(V)
+    args = (
+        logits_NV, labels_N, factors_KN, logits_NV.stride(0), V, factors_KN.stride(0),
+        ignore_index, inner, outer,
+    )  # fmt: skip
+    constexprs = dict(K=len(factors_KN), SOFTCAP=inner != 0.0, BLOCK=block)
+    launch(cross_entropy_bwd_kernel, (N,), args, constexprs, num_warps=num_warps)

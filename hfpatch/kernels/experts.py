@@ -1,6 +1,6 @@
 """Triton kernels of a mixture of experts: the activation and the combination of rows around the
 grouped matmuls, and the sum of weight gradients over tiles. ops/experts.py launches them by their
-names (`by_device` in ops/_library.py).
+names (`define` in ops/_library.py).
 
 S routed rows sorted by expert, N tokens, K experts a token, E experts, D hidden, F intermediate.
 """
@@ -9,47 +9,43 @@ import torch
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import launch
+from hfpatch.kernels._launch import _load, launch
 from hfpatch.kernels.swiglu import _act_and_slope, _sigmoids
 
 
 @triton.jit
-def _columns(first, m_s, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
-    """The columns of gate and up of BLOCK_F pairs in a row of 2F, and the mask of those that exist.
+def _load_gate_up(p_gate, m, F, INTERLEAVED: tl.constexpr):
+    b_gate = _load(p_gate, m)
+    if INTERLEAVED:
+        b_pairs = tl.reshape(b_gate, (m.shape[0], m.shape[1] // 2, 2))
+        return tl.split(b_pairs)
+    else:
+        return b_gate, _load(p_gate + F, m)
 
-    Interleaved, it is one range of 2 BLOCK_F columns, so that a thread loads 16 bytes at a time;
+
+@triton.jit
+def _gate_up(
+    gu_ptr, bias_ptr, ids_ptr, o_s, m_s, first, E, F, INTERLEAVED: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """gate and up of BLOCK_F pairs of rows of 2F in float32, with the bias of each row's expert; the
+    columns of gate (up's are F further) and their mask.
+
+    Interleaved, the columns are one range of 2 BLOCK_F, so that a thread loads 16 bytes at a time;
     each of two ranges of every second column would take 2 bytes at a time.
     """
-    if INTERLEAVED:
-        o_gate = (2 * first + tl.arange(0, 2 * BLOCK_F))[None, :]
-        return o_gate, o_gate, m_s & (o_gate < 2 * F)
-    else:
-        o_gate = (first + tl.arange(0, BLOCK_F))[None, :]
-        return o_gate, o_gate + F, m_s & (o_gate < F)
-
-
-@triton.jit
-def _load_gate_up(row, o_gate, o_up, m, INTERLEAVED: tl.constexpr):
-    b_gate = tl.load(row + o_gate, mask=m, other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        return tl.split(tl.reshape(b_gate, (m.shape[0], m.shape[1] // 2, 2)))
-    else:
-        return b_gate, tl.load(row + o_up, mask=m, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m, m_s, E, F, INTERLEAVED: tl.constexpr):
-    """gate and up of a block in float32, with the bias of each row's expert."""
-    b_gate, b_up = _load_gate_up(gu_ptr + o_s * (2 * F), o_gate, o_up, m, INTERLEAVED)
+    EACH: tl.constexpr = 1 + INTERLEAVED
+    o_gate = EACH * first + tl.arange(0, EACH * BLOCK_F)[None, :]
+    m = m_s & (o_gate < EACH * F)
+    b_gate, b_up = _load_gate_up(gu_ptr + o_s * (2 * F) + o_gate, m, F, INTERLEAVED)
     if bias_ptr is not None:
         # Rows of another rank's experts come after all others. Their bias does not matter.
         i_e = tl.minimum(tl.load(ids_ptr + o_s, mask=m_s, other=0), E - 1)
-        b_bias_gate, b_bias_up = _load_gate_up(
-            bias_ptr + i_e * (2 * F), o_gate, o_up, m, INTERLEAVED
-        )
+        p_bias = bias_ptr + i_e * (2 * F) + o_gate
+        b_bias_gate, b_bias_up = _load_gate_up(p_bias, m, F, INTERLEAVED)
         b_gate += b_bias_gate
         b_up += b_bias_up
-    return b_gate, b_up
+    return b_gate, b_up, o_gate, m
 
 
 @triton.jit
@@ -59,7 +55,8 @@ def _acted(b_gate, b_up, alpha, limit, ACTIVATION: tl.constexpr):
         b_low = tl.minimum(b_gate, limit)
         b_mid = tl.minimum(tl.maximum(b_up, -limit), limit) + 1.0
         s, r = _sigmoids(alpha * b_low)
-        b_dgate = tl.where(b_gate <= limit, b_mid * s * (1.0 + alpha * b_low * r), 0.0)
+        b_slope = b_mid * s * (1.0 + alpha * b_low * r)
+        b_dgate = tl.where(b_gate <= limit, b_slope, 0.0)
         b_dup = tl.where(tl.abs(b_up) <= limit, b_low * s, 0.0)
         return b_mid * b_low * s, b_dgate, b_dup
     else:
@@ -87,17 +84,16 @@ def expert_act_kernel(
 ):
     i = tl.program_id(0).to(tl.int64)
     first = i % n_blocks_f * BLOCK_F
-    o_s = (i // n_blocks_f * BLOCK_S + tl.arange(0, BLOCK_S))[:, None]
-    o_f = (first + tl.arange(0, BLOCK_F))[None, :]
+    o_s = i // n_blocks_f * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+    o_f = first + tl.arange(0, BLOCK_F)[None, :]
     m_s = o_s < S
     m = m_s & (o_f < F)
-    o_gate, o_up, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
-    b_gate, b_up = _gate_up(
-        gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED
+    b_gate, b_up, _, _ = _gate_up(
+        gu_ptr, bias_ptr, ids_ptr, o_s, m_s, first, E, F, INTERLEAVED, BLOCK_F
     )
-    b_w = tl.load(w_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
+    b_w = _load(w_ptr + o_s, m_s)
     b_act, _, _ = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
-    tl.store(a_ptr + o_s * F + o_f, (b_act * b_w).to(a_ptr.dtype.element_ty), mask=m)
+    tl.store(a_ptr + o_s * F + o_f, b_act * b_w, mask=m)
 
 
 @triton.jit
@@ -120,32 +116,32 @@ def expert_act_bwd_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    o_s = (tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S))[:, None]
+    o_s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
     m_s = o_s < S
-    b_w = tl.load(w_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
+    b_w = _load(w_ptr + o_s, m_s)
     b_dw = tl.zeros((BLOCK_S,), dtype=tl.float32)
     for first in range(0, F, BLOCK_F):
-        o_f = (first + tl.arange(0, BLOCK_F))[None, :]
+        o_f = first + tl.arange(0, BLOCK_F)[None, :]
         m = m_s & (o_f < F)
-        o_gate, o_up, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
-        b_gate, b_up = _gate_up(
-            gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED
+        b_gate, b_up, o_gate, m_gate = _gate_up(
+            gu_ptr, bias_ptr, ids_ptr, o_s, m_s, first, E, F, INTERLEAVED, BLOCK_F
         )
-        b_da = tl.load(da_ptr + o_s * F + o_f, mask=m, other=0.0).to(tl.float32)
+        b_da = _load(da_ptr + o_s * F + o_f, m)
         b_act, b_dgate, b_dup = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
         b_dw += tl.sum(b_act * b_da, axis=1)
         b_da *= b_w
-        row = dgu_ptr + o_s * (2 * F)
-        b_dgate = (b_da * b_dgate).to(dgu_ptr.dtype.element_ty)
-        b_dup = (b_da * b_dup).to(dgu_ptr.dtype.element_ty)
+        b_dgate *= b_da
+        b_dup *= b_da
+        p_dgu = dgu_ptr + o_s * (2 * F) + o_gate
         if INTERLEAVED:
-            b_dgu = tl.reshape(tl.join(b_dgate, b_dup), (BLOCK_S, 2 * BLOCK_F))
-            tl.store(row + o_gate, b_dgu, mask=m_gate)
+            b_dgu = tl.join(b_dgate, b_dup).to(dgu_ptr.dtype.element_ty)
+            b_dgu = tl.reshape(b_dgu, (BLOCK_S, 2 * BLOCK_F))
+            tl.store(p_dgu, b_dgu, mask=m_gate)
         else:
-            tl.store(row + o_gate, b_dgate, mask=m_gate)
-            tl.store(row + o_up, b_dup, mask=m_gate)
+            tl.store(p_dgu, b_dgate, mask=m_gate)
+            tl.store(p_dgu + F, b_dup, mask=m_gate)
         if a_ptr is not None:
-            tl.store(a_ptr + o_s * F + o_f, (b_act * b_w).to(a_ptr.dtype.element_ty), mask=m)
+            tl.store(a_ptr + o_s * F + o_f, b_act * b_w, mask=m)
     tl.store(dw_ptr + o_s, b_dw[:, None], mask=m_s)
 
 
@@ -167,8 +163,8 @@ def expert_combine_kernel(
     for k in range(K):
         i_s = tl.load(at_ptr + i_n * K + k).to(tl.int64)
         o_z = i_s * D + o_d  # negative for a row of another rank
-        b_y += tl.load(z_ptr + o_z, mask=m & (o_z >= 0), other=0.0).to(tl.float32)
-    tl.store(y_ptr + i_n * D + o_d, b_y.to(y_ptr.dtype.element_ty), mask=m)
+        b_y += _load(z_ptr + o_z, m & (o_z >= 0))
+    tl.store(y_ptr + i_n * D + o_d, b_y, mask=m)
 
 
 @triton.jit
@@ -205,20 +201,20 @@ def expert_product_kernel(
     end = tl.sum(tl.where(b_mine, b_end, 0), 0)
     if start >= end:  # more blocks were started than the rows need
         return
-    o_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
+    o_s = (start + tl.arange(0, BLOCK_S)[:, None]).to(tl.int64)
     o_o = (i_o * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
-    m_s, m_o = o_s < end, o_o < O
-    p_x = x_ptr + o_s[:, None] * I
-    p_w = w_ptr + i_e * w_e + o_o[None, :] * w_o
+    m_s = o_s < end
+    m_o = o_o < O
+    p_x = x_ptr + o_s * I
+    p_w = w_ptr + i_e * w_e + o_o * w_o
     b_y = tl.zeros((BLOCK_S, BLOCK_O), dtype=tl.float32)
     for first in range(0, I, BLOCK_I):
         o_i = first + tl.arange(0, BLOCK_I)
-        m_i = o_i < I
-        b_x = tl.load(p_x + o_i[None, :], mask=m_s[:, None] & m_i[None, :], other=0.0)
-        b_w = tl.load(p_w + o_i[:, None] * w_i, mask=m_i[:, None] & m_o[None, :], other=0.0)
+        o_i1 = o_i[:, None]
+        b_x = tl.load(p_x + o_i, mask=m_s & (o_i < I), other=0.0)
+        b_w = tl.load(p_w + o_i1 * w_i, mask=(o_i1 < I) & m_o, other=0.0)
         b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
-    p_y = y_ptr + o_s[:, None] * O + o_o[None, :]
-    tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_s[:, None] & m_o[None, :])
+    tl.store(y_ptr + o_s * O + o_o, b_y, mask=m_s & m_o)
 
 
 @triton.jit
@@ -238,22 +234,23 @@ def expert_sums_kernel(
 ):
     i = tl.program_id(0).to(tl.int64)
     i_e = i // (n_blocks_m * n_blocks_n)
-    i_m, i_n = i // n_blocks_n % n_blocks_m, i % n_blocks_n
-    o_m, o_n = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_m, m_n = o_m < M, o_n < N
+    i_m = i // n_blocks_n % n_blocks_m
+    i_n = i % n_blocks_n
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_m = o_m < M
+    m_n = o_n < N
     start = tl.where(i_e > 0, tl.load(offs_ptr + tl.maximum(i_e - 1, 0)), 0)
     end = tl.load(offs_ptr + i_e)
     b_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first in range(start, end, BLOCK_S):
         o_s = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
-        m_s = o_s < end
-        b_a = tl.load(a_ptr + o_s[None, :] * M + o_m[:, None], mask=m_m[:, None] & m_s[None, :],
-                      other=0.0)  # fmt: skip
-        b_b = tl.load(b_ptr + o_s[:, None] * N + o_n[None, :], mask=m_s[:, None] & m_n[None, :],
-                      other=0.0)  # fmt: skip
+        o_s1 = o_s[:, None]
+        b_a = tl.load(a_ptr + o_s * M + o_m, mask=m_m & (o_s < end), other=0.0)
+        b_b = tl.load(b_ptr + o_s1 * N + o_n, mask=(o_s1 < end) & m_n, other=0.0)
         b_sum = tl.dot(b_a, b_b, b_sum, input_precision="ieee")
-    p_out = out_ptr + (i_e * M + o_m[:, None]) * N + o_n[None, :]
-    m = m_m[:, None] & m_n[None, :]
+    p_out = out_ptr + (i_e * M + o_m) * N + o_n
+    m = m_m & m_n
     if not FIRST:
         if start == end:
             return
@@ -261,27 +258,26 @@ def expert_sums_kernel(
     tl.store(p_out, b_sum, mask=m)
 
 
-def _blocks(gu) -> tuple[int, int, int]:
-    """(BLOCK_S, BLOCK_F, number of blocks along F) of gu [S, 2F]."""
-    F = gu.shape[1] // 2
-    block_f = min(512, triton.next_power_of_2(F))
+def _act_options(gu, bias, activation: str, interleaved: bool) -> tuple:
+    """(bias, number of experts, constexprs) of the activation of gu [S, 2F] and of its backward."""
+    block_f = min(512, triton.next_power_of_2(gu.shape[1] // 2))
     block_s = max(1, min(1024 // block_f, triton.next_power_of_2(len(gu))))
-    return block_s, block_f, triton.cdiv(F, block_f)
+    constexprs = dict(
+        ACTIVATION=activation, INTERLEAVED=interleaved, BLOCK_S=block_s, BLOCK_F=block_f
+    )
+    if bias is None:
+        return None, 1, constexprs
+    return bias.contiguous(), len(bias), constexprs
 
 
 def expert_act(a, gu, w, bias, ids, activation, alpha, limit, interleaved) -> None:
     """Launches the activation. Result and arguments as `hfpatch::expert_act`."""
     S, F = a.shape
-    block_s, block_f, n_f = _blocks(gu)
-    E = 1 if bias is None else len(bias)
-    bias = None if bias is None else bias.contiguous()
-    launch(
-        expert_act_kernel,
-        (triton.cdiv(S, block_s) * n_f,),
-        (gu.contiguous(), w, bias, ids, a, S, E, F, n_f, alpha, limit),
-        dict(ACTIVATION=activation, INTERLEAVED=interleaved, BLOCK_S=block_s, BLOCK_F=block_f),
-        num_warps=4,
-    )
+    bias, E, constexprs = _act_options(gu, bias, activation, interleaved)
+    n_blocks_s = triton.cdiv(S, constexprs["BLOCK_S"])
+    n_blocks_f = triton.cdiv(F, constexprs["BLOCK_F"])
+    args = gu.contiguous(), w, bias, ids, a, S, E, F, n_blocks_f, alpha, limit
+    launch(expert_act_kernel, (n_blocks_s * n_blocks_f,), args, constexprs, num_warps=4)
 
 
 def expert_act_bwd(
@@ -290,16 +286,10 @@ def expert_act_bwd(
     """Launches its backward. Results and arguments as `hfpatch::expert_act_bwd`."""
     dgu, a, dw = outs
     S, F = da.shape
-    block_s, block_f, _ = _blocks(gu)
-    E = 1 if bias is None else len(bias)
-    bias = None if bias is None else bias.contiguous()
-    launch(
-        expert_act_bwd_kernel,
-        (triton.cdiv(S, block_s),),
-        (da.contiguous(), gu, w, bias, ids, dgu, a if need_a else None, dw, S, E, F, alpha, limit),
-        dict(ACTIVATION=activation, INTERLEAVED=interleaved, BLOCK_S=block_s, BLOCK_F=block_f),
-        num_warps=4,
-    )
+    bias, E, constexprs = _act_options(gu, bias, activation, interleaved)
+    n_blocks_s = triton.cdiv(S, constexprs["BLOCK_S"])
+    args = da.contiguous(), gu, w, bias, ids, dgu, a if need_a else None, dw, S, E, F, alpha, limit
+    launch(expert_act_bwd_kernel, (n_blocks_s,), args, constexprs, num_warps=4)
 
 
 def expert_combine(y, z, inverse) -> None:

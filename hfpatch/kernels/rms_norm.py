@@ -1,5 +1,5 @@
 """Triton kernels of RMSNorm. Rows live in registers. ops/rms_norm.py launches `rms_norm_fwd` and
-`rms_norm_bwd`, by their names (`by_device` in ops/_library.py).
+`rms_norm_bwd`, by their names (`define` in ops/_library.py).
 
 N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements,
 backward 3 ND. Beyond D = 8,192 the backward spills some
@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import launch, rows_view, sm_count
+from hfpatch.kernels._launch import _load, launch, rows_view, sm_count
 
 
 @triton.jit
 def _factor(weight_ptr, o_d, D, OFFSET: tl.constexpr):
     """The factor of x_hat: OFFSET + weight. A missing weight counts as 1."""
     if weight_ptr is not None:
-        return tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32) + OFFSET
+        return _load(weight_ptr + o_d, o_d < D) + OFFSET
     else:
         return tl.full(o_d.shape, 1.0 + OFFSET, tl.float32)
 
@@ -44,16 +44,15 @@ def rms_norm_fwd_kernel(
     m_n = o_n < N
     mask = m_n[:, None] & (o_d < D)[None, :]
     b_w = _factor(weight_ptr, o_d, D, OFFSET)
-    b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0)
-    o_out = o_n[:, None] * D + o_d[None, :]
-    b_wide = b_x.to(tl.float32)
-    b_rstd = tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) / D + eps)
+    b_x = _load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask)
+    b_square = tl.sum(b_x * b_x, axis=1) / D
+    b_rstd = tl.rsqrt(b_square + eps)
     tl.store(rstd_ptr + o_n, b_rstd, mask=m_n)
-    b_y = b_wide * b_rstd[:, None]
+    b_y = b_x * b_rstd[:, None]
     if ROUND_X_HAT:
-        b_y = b_y.to(b_x.dtype).to(tl.float32)
+        b_y = b_y.to(x_ptr.dtype.element_ty).to(tl.float32)
     b_y *= b_w[None, :]
-    tl.store(y_ptr + o_out, b_y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + o_n[:, None] * D + o_d[None, :], b_y, mask=mask)
 
 
 @triton.jit
@@ -83,12 +82,13 @@ def rms_norm_bwd_kernel(
     # The loads of the next rows are in flight (cp.async) while this row is reduced.
     for i in tl.range(0, rows_each, BLOCK_N, num_stages=STAGES):
         o_n = first + i + tl.arange(0, BLOCK_N)
-        mask = (o_n < N)[:, None] & m_d[None, :]
+        m_n = o_n < N
+        mask = m_n[:, None] & m_d[None, :]
         p_x = x_ptr + o_n[:, None] * stride_x + o_d[None, :]
         p_dy = dy_ptr + o_n[:, None] * stride_dy + o_d[None, :]
-        b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-        b_dy = tl.load(p_dy, mask=mask, other=0.0).to(tl.float32)
-        b_rstd = tl.load(rstd_ptr + o_n, mask=o_n < N, other=0.0)
+        b_x = _load(p_x, mask)
+        b_dy = _load(p_dy, mask)
+        b_rstd = _load(rstd_ptr + o_n, m_n)
         b_xhat = b_x * b_rstd[:, None]
         if dw_ptr is not None:
             b_dw += b_dy * b_xhat
@@ -96,7 +96,7 @@ def rms_norm_bwd_kernel(
         b_mean = tl.sum(b_g * b_xhat, axis=1) / D
         b_dx = (b_g - b_xhat * b_mean[:, None]) * b_rstd[:, None]
         p_dx = dx_ptr + o_n[:, None] * D + o_d[None, :]
-        tl.store(p_dx, b_dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(p_dx, b_dx, mask=mask)
     if dw_ptr is not None:
         tl.store(dw_ptr + i_p * D + o_d, tl.sum(b_dw, axis=0), mask=m_d)
 
@@ -128,13 +128,9 @@ def rms_norm_fwd(outs, x, weight, eps, offset, cast) -> None:
     N, D = x_ND.shape
     weight = None if weight is None else weight.contiguous()
     block_n, block_d, num_warps = _block(D)
-    launch(
-        rms_norm_fwd_kernel,
-        (triton.cdiv(N, block_n),),
-        (x_ND, weight, y, rstd, N, D, x_ND.stride(0), eps),
-        dict(OFFSET=offset, ROUND_X_HAT=cast == "before", BLOCK_N=block_n, BLOCK_D=block_d),
-        num_warps=num_warps,
-    )
+    args = x_ND, weight, y, rstd, N, D, x_ND.stride(0), eps
+    constexprs = dict(OFFSET=offset, ROUND_X_HAT=cast == "before", BLOCK_N=block_n, BLOCK_D=block_d)
+    launch(rms_norm_fwd_kernel, (triton.cdiv(N, block_n),), args, constexprs, num_warps=num_warps)
 
 
 def rms_norm_bwd(outs, dy, x, weight, rstd, offset, need_dw) -> None:
@@ -151,13 +147,11 @@ def rms_norm_bwd(outs, dy, x, weight, rstd, offset, need_dw) -> None:
     dw_PD = x.new_empty(programs, D, dtype=torch.float32) if need_dw else None
     stages = _stages(block_n * block_d * (x.element_size() + dy.element_size()))
     weight = None if weight is None else weight.contiguous()
-    launch(
-        rms_norm_bwd_kernel,
-        (programs,),
-        (dy_ND, x_ND, weight, rstd.contiguous(), dx, dw_PD, N, D)
-        + (dy_ND.stride(0), x_ND.stride(0), rows_each),
-        dict(OFFSET=offset, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages),
-        num_warps=num_warps,
-    )
+    args = (
+        dy_ND, x_ND, weight, rstd.contiguous(), dx, dw_PD, N, D,
+        dy_ND.stride(0), x_ND.stride(0), rows_each,
+    )  # fmt: skip
+    constexprs = dict(OFFSET=offset, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages)
+    launch(rms_norm_bwd_kernel, (programs,), args, constexprs, num_warps=num_warps)
     if need_dw:
         dw.copy_(dw_PD.sum(0))

@@ -9,17 +9,15 @@ read before it is written.
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import launch
+from hfpatch.kernels._launch import _load, launch
 
 
 @triton.jit
 def _rotate_heads(
-    in_ptr,
-    out_ptr,
-    stride_in_h,
-    stride_out_h,
-    o_in,
-    o_out,
+    p_in,  # of the first head
+    p_out,
+    stride_in,
+    stride_out,
     m_te,
     b_cos1,
     b_cos2,
@@ -33,18 +31,18 @@ def _rotate_heads(
     for i_h in range(0, n_heads, BLOCK_H):
         o_h = (i_h + tl.arange(0, BLOCK_H)).to(tl.int64)[None, :, None]
         mask = m_te & (o_h < n_heads)
-        p_in = in_ptr + o_in + o_h * stride_in_h
-        p_out = out_ptr + o_out + o_h * stride_out_h
-        b_x1 = tl.load(p_in, mask=mask, other=0.0).to(tl.float32)
-        b_x2 = tl.load(p_in + HALF, mask=mask, other=0.0).to(tl.float32)
+        p_x = p_in + o_h * stride_in
+        p_y = p_out + o_h * stride_out
+        b_x1 = _load(p_x, mask)
+        b_x2 = _load(p_x + HALF, mask)
         if TRANSPOSE:
             b_y1 = b_x1 * b_cos1 + b_x2 * b_sin2
             b_y2 = b_x2 * b_cos2 - b_x1 * b_sin1
         else:
             b_y1 = b_x1 * b_cos1 - b_x2 * b_sin1
             b_y2 = b_x2 * b_cos2 + b_x1 * b_sin2
-        tl.store(p_out, b_y1.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(p_out + HALF, b_y2.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(p_y, b_y1, mask=mask)
+        tl.store(p_y + HALF, b_y2, mask=mask)
 
 
 @triton.jit
@@ -81,54 +79,28 @@ def rope_kernel(
 ):
     i = tl.program_id(0).to(tl.int64)
     i_b = i // n_blocks_t
-    o_t = (i % n_blocks_t * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
+    o_t = i % n_blocks_t * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
     o_e = tl.arange(0, BLOCK_E)[None, None, :]
     mask = (o_t < T) & (o_e < HALF)
     o_cos = i_b * stride_cb + o_t * (2 * HALF) + o_e
     p_cos = cos_ptr + o_cos
     p_sin = sin_ptr + o_cos
-    b_cos1 = tl.load(p_cos, mask=mask, other=0.0).to(tl.float32)
-    b_cos2 = tl.load(p_cos + HALF, mask=mask, other=0.0).to(tl.float32)
-    b_sin1 = tl.load(p_sin, mask=mask, other=0.0).to(tl.float32)
-    b_sin2 = tl.load(p_sin + HALF, mask=mask, other=0.0).to(tl.float32)
-    o_q = i_b * stride_qb + o_t * stride_qt + o_e
-    o_qo = i_b * stride_qob + o_t * stride_qot + o_e
+    b_cos1 = _load(p_cos, mask)
+    b_cos2 = _load(p_cos + HALF, mask)
+    b_sin1 = _load(p_sin, mask)
+    b_sin2 = _load(p_sin + HALF, mask)
+    p_q = q_ptr + (i_b * stride_qb + o_t * stride_qt + o_e)
+    p_qo = q_out_ptr + (i_b * stride_qob + o_t * stride_qot + o_e)
     _rotate_heads(
-        q_ptr,
-        q_out_ptr,
-        stride_qh,
-        stride_qoh,
-        o_q,
-        o_qo,
-        mask,
-        b_cos1,
-        b_cos2,
-        b_sin1,
-        b_sin2,
-        H,
-        HALF,
-        TRANSPOSE,
-        BLOCK_H,
-    )
-    o_k = i_b * stride_kb + o_t * stride_kt + o_e
-    o_ko = i_b * stride_kob + o_t * stride_kot + o_e
+        p_q, p_qo, stride_qh, stride_qoh, mask, b_cos1, b_cos2, b_sin1, b_sin2, H,
+        HALF, TRANSPOSE, BLOCK_H,
+    )  # fmt: skip
+    p_k = k_ptr + (i_b * stride_kb + o_t * stride_kt + o_e)
+    p_ko = k_out_ptr + (i_b * stride_kob + o_t * stride_kot + o_e)
     _rotate_heads(
-        k_ptr,
-        k_out_ptr,
-        stride_kh,
-        stride_koh,
-        o_k,
-        o_ko,
-        mask,
-        b_cos1,
-        b_cos2,
-        b_sin1,
-        b_sin2,
-        K,
-        HALF,
-        TRANSPOSE,
-        BLOCK_K,
-    )
+        p_k, p_ko, stride_kh, stride_koh, mask, b_cos1, b_cos2, b_sin1, b_sin2, K,
+        HALF, TRANSPOSE, BLOCK_K,
+    )  # fmt: skip
 
 
 def _blocks(q, k, half: int) -> dict:
@@ -157,10 +129,6 @@ def rope(outs, q, k, cos, sin, transpose, dtype) -> None:
     n_blocks_t = triton.cdiv(T, blocks["BLOCK_T"])
     strides = [s for x in (q, k, *outs) for s in x.stride()[:3]]
     strides.append(T * E if cos.shape[0] > 1 else 0)
-    launch(
-        rope_kernel,
-        (B * n_blocks_t,),
-        (q, k, *outs, cos.contiguous(), sin.contiguous(), T, n_blocks_t, *strides, H, k.shape[1]),
-        dict(HALF=E // 2, TRANSPOSE=transpose, **blocks),
-        num_warps=4,
-    )
+    args = q, k, *outs, cos.contiguous(), sin.contiguous(), T, n_blocks_t, *strides, H, k.shape[1]
+    constexprs = dict(HALF=E // 2, TRANSPOSE=transpose, **blocks)
+    launch(rope_kernel, (B * n_blocks_t,), args, constexprs, num_warps=4)

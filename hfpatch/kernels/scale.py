@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hfpatch.kernels._launch import launch
+from hfpatch.kernels._launch import _load, launch
 
 SCALE_BLOCK = 4096
 
@@ -20,8 +20,8 @@ def scale_kernel(
     if factor != 1.0:
         o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         m_n = o_n < N
-        b_x = tl.load(x_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-        tl.store(x_ptr + o_n, (b_x * factor).to(x_ptr.dtype.element_ty), mask=m_n)
+        b_x = _load(x_ptr + o_n, m_n)
+        tl.store(x_ptr + o_n, b_x * factor, mask=m_n)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

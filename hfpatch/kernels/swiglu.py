@@ -1,7 +1,6 @@
 """Triton kernels of the gated activation: read once, computed in float32, written once.
 
-ops/swiglu.py launches `swiglu_fwd` and `swiglu_bwd`, by their names (`by_device` in
-ops/_library.py).
+ops/swiglu.py launches `swiglu_fwd` and `swiglu_bwd`, by their names (`define` in ops/_library.py).
 
 N rows, F columns, tiled along both; contiguous tensors are one long row, so no width is a special
 case.
@@ -10,7 +9,7 @@ case.
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import launch, rows_view
+from hfpatch.kernels._launch import _load, launch, rows_view
 
 
 @triton.jit
@@ -32,13 +31,15 @@ def _act_and_slope(x, ACTIVATION: tl.constexpr):
         return x * s, s * (1.0 + x * r)
     elif ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # sqrt(1 / 2)
-        return x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+        tail = x * tl.exp(-0.5 * x * x)
+        return x * cdf, cdf + tail * 0.3989422804014327  # 1 / sqrt(2 pi)
     else:
         # 0.5 * (1 + tanh v) = sigmoid(2 v): no tanh (the interpreter has none) and no cancellation.
         tl.static_assert(ACTIVATION == "gelu_tanh")
         c = 1.5957691216057308  # 2 sqrt(2 / pi)
         s, r = _sigmoids(c * (x + 0.044715 * x * x * x))
-        return x * s, s + x * s * r * (c * (1.0 + 0.134145 * x * x))
+        act = x * s
+        return act, s + act * r * (c * (1.0 + 0.134145 * x * x))
 
 
 @triton.jit
@@ -46,7 +47,8 @@ def _tile(n_blocks_f, N, F, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     o_n = i // n_blocks_f * BLOCK_N + tl.arange(0, BLOCK_N)
     o_f = i % n_blocks_f * BLOCK_F + tl.arange(0, BLOCK_F)
-    return o_n[:, None], o_f[None, :], (o_n < N)[:, None] & (o_f < F)[None, :]
+    mask = (o_n < N)[:, None] & (o_f < F)[None, :]
+    return o_n[:, None], o_f[None, :], mask
 
 
 @triton.jit
@@ -64,10 +66,10 @@ def swiglu_fwd_kernel(
     BLOCK_F: tl.constexpr,
 ):
     o_n, o_f, mask = _tile(n_blocks_f, N, F, BLOCK_N, BLOCK_F)
-    b_gate = tl.load(gate_ptr + o_n * stride_gate + o_f, mask=mask, other=0.0).to(tl.float32)
-    b_up = tl.load(up_ptr + o_n * stride_up + o_f, mask=mask, other=0.0).to(tl.float32)
+    b_gate = _load(gate_ptr + o_n * stride_gate + o_f, mask)
+    b_up = _load(up_ptr + o_n * stride_up + o_f, mask)
     b_act, _ = _act_and_slope(b_gate, ACTIVATION)
-    tl.store(y_ptr + o_n * F + o_f, (b_act * b_up).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + o_n * F + o_f, b_act * b_up, mask=mask)
 
 
 @triton.jit
@@ -89,56 +91,37 @@ def swiglu_bwd_kernel(
 ):
     o_n, o_f, mask = _tile(n_blocks_f, N, F, BLOCK_N, BLOCK_F)
     # All loads come before the first store, because the compiler must not move a load across it.
-    b_gate = tl.load(gate_ptr + o_n * stride_gate + o_f, mask=mask, other=0.0).to(tl.float32)
-    b_dy = tl.load(dy_ptr + o_n * stride_dy + o_f, mask=mask, other=0.0).to(tl.float32)
-    b_up = tl.load(up_ptr + o_n * stride_up + o_f, mask=mask, other=0.0).to(tl.float32)
+    b_gate = _load(gate_ptr + o_n * stride_gate + o_f, mask)
+    b_dy = _load(dy_ptr + o_n * stride_dy + o_f, mask)
+    b_up = _load(up_ptr + o_n * stride_up + o_f, mask)
     b_act, b_slope = _act_and_slope(b_gate, ACTIVATION)
     b_dup = b_dy * b_act
     b_dgate = b_dy * b_up * b_slope
-    tl.store(dup_ptr + o_n * F + o_f, b_dup.to(dup_ptr.dtype.element_ty), mask=mask)
-    tl.store(dgate_ptr + o_n * F + o_f, b_dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + o_n * F + o_f, b_dup, mask=mask)
+    tl.store(dgate_ptr + o_n * F + o_f, b_dgate, mask=mask)
 
 
-def _layout(*tensors):
-    """(the tensors as [N, F] rows, N, F, the tile's sizes, the number of tiles along N and along
-    F). A tile has at most 1,024 elements."""
+def _launch_tiles(kernel, outs, tensors, activation: str) -> None:
+    """Launches a kernel over tiles of at most 1,024 elements of [N, F]."""
     if all(x.is_contiguous() for x in tensors):
-        tensors = [x.view(1, -1) for x in tensors]
+        rows = [x.view(1, -1) for x in tensors]
     else:
-        tensors = [rows_view(x) for x in tensors]
-    N, F = tensors[0].shape
+        rows = [rows_view(x) for x in tensors]
+    N, F = rows[0].shape
     block_f = min(1024, triton.next_power_of_2(F))
     block_n = max(1, min(1024 // block_f, triton.next_power_of_2(N)))
-    return (
-        tensors,
-        N,
-        F,
-        dict(BLOCK_N=block_n, BLOCK_F=block_f),
-        triton.cdiv(N, block_n),
-        triton.cdiv(F, block_f),
-    )
+    n_blocks_f = triton.cdiv(F, block_f)
+    strides = [x.stride(0) for x in rows]
+    args = *rows, *outs, N, F, n_blocks_f, *strides
+    constexprs = dict(ACTIVATION=activation, BLOCK_N=block_n, BLOCK_F=block_f)
+    launch(kernel, (triton.cdiv(N, block_n) * n_blocks_f,), args, constexprs, num_warps=4)
 
 
 def swiglu_fwd(y, gate, up, activation) -> None:
     """Launches the forward. Result and arguments as `hfpatch::swiglu`."""
-    (gate_NF, up_NF), N, F, blocks, n, f = _layout(gate, up)
-    launch(
-        swiglu_fwd_kernel,
-        (n * f,),
-        (gate_NF, up_NF, y, N, F, f, gate_NF.stride(0), up_NF.stride(0)),
-        dict(ACTIVATION=activation, **blocks),
-        num_warps=4,
-    )
+    _launch_tiles(swiglu_fwd_kernel, [y], [gate, up], activation)
 
 
 def swiglu_bwd(outs, dy, gate, up, activation) -> None:
     """Launches the backward. Results and arguments as `hfpatch::swiglu_bwd`."""
-    (dy_NF, gate_NF, up_NF), N, F, blocks, n, f = _layout(dy, gate, up)
-    launch(
-        swiglu_bwd_kernel,
-        (n * f,),
-        (dy_NF, gate_NF, up_NF, *outs, N, F, f)
-        + (dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0)),
-        dict(ACTIVATION=activation, **blocks),
-        num_warps=4,
-    )
+    _launch_tiles(swiglu_bwd_kernel, outs, [dy, gate, up], activation)

@@ -1,6 +1,7 @@
 """A training step that fills the card, beside its plan: bytes, seconds, and what copies cost."""
 
 import tempfile
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,13 +67,19 @@ def planned(run: Run, policy: Checkpointing, gpu: Gpu | None) -> dict:
     return found
 
 
-def measure(run: Run, device: torch.device, gpu: Gpu | None) -> list[dict]:
-    """One row for each of WAYS: the default policy, and everything on the host."""
+def measure(run: Run, device: torch.device, gpu: Gpu | None, until: float) -> list[dict]:
+    """One row for each of WAYS: the default policy, and everything on the host.
+
+    until: a time of time.monotonic() after which nothing begins.
+    """
     rows = []
     for way, words in WAYS.items():
         dtype = str(run.dtype).removeprefix("torch.")
         row = {"way": way, "preset": run.preset, "tokens": run.tokens, "dtype": dtype}
         rows.append(row)
+        if time.monotonic() > until:
+            row["error"] = "not started: the time was over"
+            continue
         options = Options(
             model=run.preset, impl="hfpatch", seq_len=run.tokens, steps=2, warmup=2,
             dtype=dtype, optimizer="none", checkpointing=words, device=device.type,

@@ -1,8 +1,9 @@
-"""A layer without attention, tile by tile through time.
+"""A layer without attention, tile by tile through time. Also a layer that mixes no tokens at all.
 
 Such a layer is itself a mixer (mixers.py): a tile needs only its own tokens and the last states of
-the tile before. So only its input and output have whole rows. The store keeps its input and the
-first states of its tiles. Backward runs the tiles in reverse.
+the tile before, if there are states. So only its input and output have whole rows. The store keeps
+its input and the first states of its tiles. Backward runs the tiles in reverse. Where `in_time`
+declines a call, the layer runs as others do (call.py).
 """
 
 from dataclasses import dataclass

@@ -13,13 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hfpatch.compat import is_fake
-
 LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# overload -> implementation: for the simulator, which follows allocations inside an op.
+# overload -> its plain version: for the simulator, which follows allocations inside an op.
 IMPLEMENTATIONS: dict = {}
 
 
@@ -36,29 +34,6 @@ def use_kernel(*tensors: Tensor) -> bool:
     return True
 
 
-def by_device(plain: Callable, file: str, name: str, fake: Callable | None = None) -> Callable:
-    """The implementation of an op: the launcher `name` of hfpatch/kernels/`file`.py where a kernel
-    serves the op's floating-point tensors, else `plain`.
-
-    fake: makes the results, which the launcher takes before the op's arguments and fills. None for
-    an op that writes to its arguments.
-    """
-
-    def run(*args):
-        tensors = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-        first = tensors[0]
-        if not use_kernel(*tensors) or not first.numel() or is_fake(first):
-            return plain(*args)
-        launcher = getattr(importlib.import_module(f"hfpatch.kernels.{file}"), name)
-        if fake is None:
-            return launcher(*args)
-        outs = fake(*args)
-        launcher(outs, *args)
-        return outs
-
-    return run
-
-
 def refuse(op: str, *rules: tuple) -> None:
     """Raises ValueError for the first broken rule (broken, message, the values of its {})."""
     for broken, message, *values in rules:
@@ -73,8 +48,9 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def define(
     schema: str,
-    impl: Callable,
-    fake: Callable,
+    plain: Callable,
+    kernel: str,
+    fake: Callable | None = None,
     *,
     backward: Callable | None = None,
     setup_context: Callable | None = None,
@@ -84,8 +60,12 @@ def define(
     Args:
         schema: without namespace and default values. The dispatcher strips defaults from calls, and
             restoring them costs time.
-        impl: the implementation for every device.
-        fake: returns empty outputs with the right shapes, dtypes and strides.
+        plain: the op in plain torch.
+        kernel: "file.launcher" in hfpatch/kernels, which runs where a kernel serves the op's
+            floating-point tensors. The launcher takes the results to fill before the op's
+            arguments.
+        fake: returns empty results with the right shapes, dtypes and strides. None for an op that
+            writes to its arguments.
         backward: backward(ctx, *grads) -> a gradient per argument, as
             torch.library.register_autograd takes it.
         setup_context: setup_context(ctx, inputs, output), as for register_autograd.
@@ -94,15 +74,29 @@ def define(
         torch.ops.hfpatch.<name>.default.
     """
     name = schema.split("(")[0]
+    file, launcher = kernel.split(".")
+
+    def run(*args):
+        tensors = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+        if not tensors[0].numel() or not use_kernel(*tensors):
+            return plain(*args)
+        launch = getattr(importlib.import_module(f"hfpatch.kernels.{file}"), launcher)
+        if fake is None:
+            return launch(*args)
+        outs = fake(*args)
+        launch(outs, *args)
+        return outs
+
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hfpatch::{name}", fake, lib=LIBRARY)
-    op = getattr(torch.ops.hfpatch, name).default
-    IMPLEMENTATIONS[op] = impl
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    full_name = f"hfpatch::{name}"
+    torch.library.register_fake(full_name, fake or (lambda *args: None), lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(
-            f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY
+            full_name, backward, setup_context=setup_context, lib=LIBRARY
         )
+    op = getattr(torch.ops.hfpatch, name).default
+    IMPLEMENTATIONS[op] = plain
     return op
 
 

@@ -30,63 +30,46 @@ class WeightGrad:
         self.scratch_bytes = scratch_bytes
         self.empty = True
         vocab_size, hidden_size = weight_VD.shape
-        wide = wide_dtype(dtype)
-        self.direct = weight_VD.dtype == wide or (chunks == 1 and weight_VD.dtype == dtype)
-        first = vocab_size if self.direct else min(vocab_size, -(-vocab_size // 16) * 8)
-        out_dtype = weight_VD.dtype if self.direct else wide
-        first_RD = weight_VD.new_empty(first, hidden_size, dtype=out_dtype)
-        self.slabs = [first_RD]
-        if not self.direct:
-            self.slabs.append(weight_VD.new_empty(vocab_size - first, hidden_size, dtype=out_dtype))
+        sum_dtype = wide_dtype(dtype)
+        sizes = [vocab_size]
+        if chunks == 1 and weight_VD.dtype == dtype:
+            sum_dtype = dtype
+        elif weight_VD.dtype != sum_dtype:
+            first = min(vocab_size, -(-vocab_size // 16) * 8)
+            sizes = [first, vocab_size - first]
+        self.sizes = sizes
+        self.slabs = [weight_VD.new_empty(n, hidden_size, dtype=sum_dtype) for n in sizes]
 
     def add(self, d_logits_CV: Tensor, hidden_CD: Tensor) -> None:
         """Adds one chunk's part."""
-        stop = 0
-        for out_RD in self.slabs:
-            start = stop
-            stop = stop + out_RD.shape[0]
-            d_logits_CR = d_logits_CV[:, start:stop]
+        slices = d_logits_CV.split(self.sizes, dim=1)
+        for out_RD, d_logits_CR in zip(self.slabs, slices):
             if not out_RD.numel():
                 continue
-            if out_RD.dtype == d_logits_CR.dtype:
-                if self.empty:
-                    torch.mm(d_logits_CR.t(), hidden_CD, out=out_RD)
-                else:
-                    out_RD.addmm_(d_logits_CR.t(), hidden_CD)
-            elif sums_in_matmul(out_RD, d_logits_CR.dtype):
+            if out_RD.dtype == d_logits_CR.dtype or sums_in_matmul(out_RD, d_logits_CR.dtype):
                 into(out_RD, d_logits_CR.t(), hidden_CD, self.empty)
-            else:
-                self._add_upcast(out_RD, d_logits_CR, hidden_CD)
+                continue
+            # Elsewhere both operands are upcast, as many rows at a time as the scratch holds.
+            wide_CD = hidden_CD.to(out_RD.dtype)
+            row_bytes = out_RD.element_size() * max(1, d_logits_CR.shape[0])
+            rows = max(1, self.scratch_bytes // row_bytes)
+            for part_RD, d_CR in zip(out_RD.split(rows), d_logits_CR.split(rows, dim=1)):
+                into(part_RD, d_CR.to(out_RD.dtype).t(), wide_CD, self.empty)
         self.empty = False
-
-    def _add_upcast(self, out_RD: Tensor, d_logits_CR: Tensor, hidden_CD: Tensor) -> None:
-        """Adds with both operands in float32, as many rows at a time as the scratch holds."""
-        hidden_CD = hidden_CD.to(out_RD.dtype)
-        row_bytes = out_RD.element_size() * max(1, d_logits_CR.shape[0])
-        rows = max(1, self.scratch_bytes // row_bytes)
-        for start in range(0, out_RD.shape[0], rows):
-            d_RC = d_logits_CR[:, start : start + rows].to(out_RD.dtype).t()
-            part_RD = out_RD[start : start + rows]
-            if self.empty:
-                torch.mm(d_RC, hidden_CD, out=part_RD)
-            else:
-                part_RD.addmm_(d_RC, hidden_CD)
 
     def finish(self) -> Tensor:
         """dW [V, D]. Call once, after the logits buffer was freed."""
         if self.empty:
             return torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
-        if self.direct:
-            return self.slabs.pop()
-        first_RD, second_RD = self.slabs
+        first_RD, *others = self.slabs
+        if not others:
+            return first_RD
         dtype = self.weight.dtype
-        self.slabs = []
-        vocab_size, hidden_size = self.weight.shape
-        flat = first_RD.view(dtype).view(-1)[: vocab_size * hidden_size]
-        out_VD = flat.view(vocab_size, hidden_size)
+        first, hidden_size = first_RD.shape
+        out_VD = first_RD.view(dtype).view(-1)[: self.weight.numel()].view(self.weight.shape)
         step = max(1, self.scratch_bytes // max(1, hidden_size * dtype.itemsize))
-        for start in range(0, first_RD.shape[0], step):
-            rows = slice(start, min(start + step, first_RD.shape[0]))
-            out_VD[rows] = first_RD[rows].to(dtype)  # row r lands on float32 row r/2, read before
-        out_VD[first_RD.shape[0] :] = second_RD
+        # Row r lands on float32 row r / 2, which was read before.
+        for out_RD, sum_RD in zip(out_VD[:first].split(step), first_RD.split(step)):
+            out_RD.copy_(sum_RD.to(dtype))
+        out_VD[first:] = others[0]
         return out_VD

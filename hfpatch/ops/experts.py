@@ -14,13 +14,13 @@ offs_E[-1], where grouped matmuls write nothing, and `inverse_NK` has -1 for it.
 
 from collections import namedtuple
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hfpatch.compat import grouped_mm, is_fake
-from hfpatch.ops._library import by_device, define, refuse, wide_dtype
+from hfpatch.ops._library import define, refuse, wide_dtype
+from hfpatch.ops._wide_sums import into
 from hfpatch.ops.swiglu import _act, _dgate
 
 CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both clamped
@@ -41,17 +41,16 @@ class Layout:
     interleaved: bool = False
     transposed: bool = False
 
-    @cached_property
+    @property
     def kind(self) -> tuple:
         """The last arguments of EXPERT_ACT."""
         return self.activation, self.alpha, self.limit, self.interleaved
 
     def views(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         """The weights as [E, out, in]."""
-        return (w1.transpose(1, 2), w2.transpose(1, 2)) if self.transposed else (w1, w2)
-
-
-# --- products by expert ---------------------------------------------------------------------------
+        if self.transposed:
+            return w1.transpose(1, 2), w2.transpose(1, 2)
+        return w1, w2
 
 
 def _major(x: Tensor) -> int:
@@ -61,9 +60,9 @@ def _major(x: Tensor) -> int:
     return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
 
 
-def _grouped(a: Tensor, b: Tensor):
-    """torch's grouped matmul, where it is a kernel: for bfloat16 on sm_90 and sm_100. Elsewhere it
-    copies offs to the host in each product and starts one matmul per expert.
+def _grouped(a: Tensor, b: Tensor, offs_E: Tensor) -> Tensor | None:
+    """torch's grouped matmul, where it is a kernel: for bfloat16 on sm_90 and sm_100. None
+    elsewhere: it would copy offs to the host in each product and start one matmul per expert.
 
     On sm_100 it leaves the gradient of an expert without rows unwritten, so it does not run there
     for gradients of weights (https://github.com/pytorch/pytorch/issues/172439).
@@ -75,37 +74,32 @@ def _grouped(a: Tensor, b: Tensor):
         inner, *outer = sorted(x.stride())
         if inner != 1 or any(s * x.element_size() % 16 for s in outer):
             return None
-    return grouped_mm
+    return grouped_mm(a, b, offs=offs_E)
 
 
 def _parts(offs_E: Tensor):
-    """(expert, first row, end of rows) of each expert. Waits for the device."""
-    ends = offs_E.tolist()
+    """(expert, first row, end of rows) of each expert. Waits for the device. None in simulations."""
+    ends = [] if is_fake(offs_E) else offs_E.tolist()
     return zip(range(len(ends)), [0, *ends], ends)
 
 
 def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
     """[S, O]: each row times its expert's matrix."""
-    grouped = _grouped(x_SI, w_EIO)
-    if grouped is not None:
-        return grouped(x_SI, w_EIO, offs=offs_E)
-    return EXPERT_PRODUCT(x_SI, w_EIO, offs_E)
+    y_SO = _grouped(x_SI, w_EIO, offs_E)
+    return EXPERT_PRODUCT(x_SI, w_EIO, offs_E) if y_SO is None else y_SO
 
 
 def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
     """[E, M, N]: a^T b over the rows of each expert, zero for an expert without rows."""
-    grouped = _grouped(a_SM.t(), b_SN)
-    if grouped is not None:
-        return grouped(a_SM.t(), b_SN, offs=offs_E)
-    out = a_SM.new_empty(len(offs_E), a_SM.shape[1], b_SN.shape[1])
-    EXPERT_SUMS(out, a_SM, b_SN, offs_E, True)
-    return out
+    out_EMN = _grouped(a_SM.t(), b_SN, offs_E)
+    if out_EMN is None:
+        out_EMN = a_SM.new_empty(len(offs_E), a_SM.shape[1], b_SN.shape[1])
+        EXPERT_SUMS(out_EMN, a_SM, b_SN, offs_E, True)
+    return out_EMN
 
 
 def _expert_product(x_SI, w_EIO, offs_E):
     y_SO = x_SI.new_zeros(x_SI.shape[0], w_EIO.shape[2])
-    if is_fake(y_SO):
-        return y_SO
     for e, a, b in _parts(offs_E):
         torch.mm(x_SI[a:b], w_EIO[e], out=y_SO[a:b])
     return y_SO
@@ -118,25 +112,25 @@ def _product_fake(x, w, offs):
 # Each row of x [S, I] times its expert's matrix of w [E, I, O]. Rows behind offs[-1] stay unset.
 EXPERT_PRODUCT = define(
     "expert_product(Tensor x, Tensor w, Tensor offs) -> Tensor",
-    by_device(_expert_product, "experts", "expert_product", _product_fake),
+    _expert_product,
+    "experts.expert_product",
     _product_fake,
 )
 
 
 def _expert_sums(out, a_SM, b_SN, offs_E, first):
-    if is_fake(out):
-        return
     for e, a, b in _parts(offs_E):
-        wide = a_SM[a:b].t().to(out.dtype), b_SN[a:b].to(out.dtype)
-        out[e].addmm_(*wide, beta=0 if first else 1)
+        a_MR = a_SM[a:b].t().to(out.dtype)
+        b_RN = b_SN[a:b].to(out.dtype)
+        into(out[e], a_MR, b_RN, first)
 
 
 # Adds a^T b over each expert's rows to out [E, M, N], which is float32 if there are several calls;
 # `first` overwrites it instead.
 EXPERT_SUMS = define(
     "expert_sums(Tensor(a!) out, Tensor a, Tensor b, Tensor offs, bool first) -> ()",
-    by_device(_expert_sums, "experts", "expert_sums"),
-    lambda out, a, b, offs, first: None,
+    _expert_sums,
+    "experts.expert_sums",
 )
 
 
@@ -148,19 +142,24 @@ def _gate_up(gu, bias, ids, interleaved):
     gu = gu.to(wide_dtype(gu.dtype))
     if bias is not None:
         gu = gu + bias.to(gu.dtype)[ids.clamp(max=bias.shape[0] - 1)]
-    return (gu[:, ::2], gu[:, 1::2]) if interleaved else gu.chunk(2, dim=-1)
+    if interleaved:
+        return gu[:, ::2], gu[:, 1::2]
+    return gu.chunk(2, dim=-1)
 
 
 def _acted(gate, up, activation, alpha, limit):
     if activation != CLAMPED:
         return _act(gate, activation) * up
     gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+    up = up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
     gate, up = _gate_up(gu, bias, ids, interleaved)
-    return (_acted(gate, up, activation, alpha, limit) * w.to(gate.dtype)[:, None]).to(gu.dtype)
+    act = _acted(gate, up, activation, alpha, limit)
+    w_S1 = w.to(gate.dtype)[:, None]
+    return (act * w_S1).to(gu.dtype)
 
 
 def _act_fake(gu, w, *_):
@@ -170,7 +169,8 @@ def _act_fake(gu, w, *_):
 EXPERT_ACT = define(
     "expert_act(Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, float alpha, "
     "float limit, bool interleaved) -> Tensor",
-    by_device(_expert_act, "experts", "expert_act", _act_fake),
+    _expert_act,
+    "experts.expert_act",
     _act_fake,
 )
 
@@ -208,7 +208,8 @@ def _act_bwd_fake(da, gu, *rest):
 EXPERT_ACT_BACK = define(
     "expert_act_bwd(Tensor da, Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, "
     "float alpha, float limit, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
-    by_device(_expert_act_bwd, "experts", "expert_act_bwd", _act_bwd_fake),
+    _expert_act_bwd,
+    "experts.expert_act_bwd",
     _act_bwd_fake,
 )
 
@@ -227,12 +228,10 @@ def _combine_fake(z, inverse):
 # The sum [N, D] of each token's rows of z [S, D], in float32 and rounded once.
 EXPERT_COMBINE = define(
     "expert_combine(Tensor z, Tensor inverse) -> Tensor",
-    by_device(_expert_combine, "experts", "expert_combine", _combine_fake),
+    _expert_combine,
+    "experts.expert_combine",
     _combine_fake,
 )
-
-
-# --- the whole op ---------------------------------------------------------------------------------
 
 
 def _sorted(ids_NK: Tensor, experts: int) -> tuple:
@@ -250,7 +249,8 @@ def _routed(ids_NK: Tensor, w_NK: Tensor, b2_ED: Tensor) -> Tensor:
     E = b2_ED.shape[0]
     columns = (E // 8 + 1) * 8  # one more than E for other ranks' experts; rows of whole 16 bytes
     found = b2_ED.new_zeros(len(ids_NK), columns)
-    return found.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))[:, :E]
+    found.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))
+    return found[:, :E]
 
 
 def _up(x, w_EOI, A, B, offs):
@@ -282,7 +282,8 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, w, ids, w1, w2, b1, b2, a1, z1, a2, z2, layout, adds, value):
         ids_S, perm, inverse, offs = _sorted(ids, w1.shape[0])
         # In 32 bits: a kernel would load one 16-bit weight at a time.
-        token, w_S = perm // ids.shape[1], w.flatten()[perm].to(wide_dtype(w.dtype))
+        w_S = w.flatten()[perm].to(wide_dtype(w.dtype))
+        token = perm // ids.shape[1]
         one, two = layout.views(w1, w2)
         xs = x[token]
         gu, low = _up(xs, one, a1, z1, offs)
@@ -393,5 +394,6 @@ def experts_ref(x_ND, ids_NK, w_NK, w1, w2, *, layout, b1=None, b2=None) -> Tens
         gate, up = _gate_up(gu, None, None, layout.interleaved)
         a = _acted(gate, up, layout.activation, layout.alpha, layout.limit).to(gu.dtype)
         out = a @ two[e].t() + (0 if b2 is None else b2[e])
-        y = y.index_add(0, token, (out * w_NK[token, k, None]).to(y.dtype))
+        out = out * w_NK[token, k, None]
+        y = y.index_add(0, token, out.to(y.dtype))
     return y

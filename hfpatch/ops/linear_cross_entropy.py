@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import no_second_derivative, refuse, wide_dtype
-from hfpatch.ops._linear_ce_chunk import scale_, whole_lse
-from hfpatch.ops._linear_ce_loop import Options, backward_pass, check, forward_pass, shift_labels
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_, scale_, whole_lse
+from hfpatch.ops._linear_ce_loop import forward_pass, prepare, shift_labels, sweep
 
 
 class LinearLogProbOutput(NamedTuple):
@@ -36,12 +36,15 @@ class LinearLogProbOutput(NamedTuple):
     0 where the label is ignored; None if the field was not requested.
     """
 
-    log_prob: Tensor | None
-    entropy: Tensor | None
-    lse: Tensor | None
-    mean_logit: Tensor | None
-    sum_sq_prob: Tensor | None
-    is_top1: Tensor | None  # bool, False where ignored
+    log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+    mean_logit: Tensor | None = None
+    sum_sq_prob: Tensor | None = None
+    is_top1: Tensor | None = None  # bool, False where ignored
+
+
+STATS = ("entropy", "mean_logit", "sum_sq_prob")  # computed together
 
 
 def linear_log_prob_ref(
@@ -60,81 +63,81 @@ def linear_log_prob_ref(
 
     The oracle in float64.
     """
-    labels = shift_labels(labels, ignore_index) if shift else labels
+    if shift:
+        labels = shift_labels(labels, ignore_index)
     z = F.linear(hidden, weight, bias)
     z = z.to(wide_dtype(z.dtype)) * scale
-    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
-    keep = labels != ignore_index
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / temperature
+    ignored = labels == ignore_index
     log_p = z.log_softmax(-1)
     p = log_p.exp()
-    label = labels.long().where(keep, 0).unsqueeze(-1)
-    outputs = (
-        log_p.gather(-1, label).squeeze(-1),
-        -(p * log_p.masked_fill(p == 0.0, 0.0)).sum(-1),
-        z.logsumexp(-1),
-        z.mean(-1),
-        p.square().sum(-1),
-    )
-    is_top1 = (z.argmax(-1) == labels) & keep
-    return LinearLogProbOutput(*(t.masked_fill(~keep, 0.0) for t in outputs), is_top1)
+    label = labels.long().masked_fill(ignored, 0).unsqueeze(-1)
+    outputs = {
+        "log_prob": log_p.gather(-1, label).squeeze(-1),
+        "entropy": -(p * log_p.masked_fill(p == 0.0, 0.0)).sum(-1),
+        "lse": z.logsumexp(-1),
+        "mean_logit": z.mean(-1),
+        "sum_sq_prob": p.square().sum(-1),
+        "is_top1": z.argmax(-1) == labels,
+    }
+    return LinearLogProbOutput(**{n: x.masked_fill(ignored, 0) for n, x in outputs.items()})
 
 
-def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int) -> Tensor:
-    """The factors that backward_pass takes; see the table at the top of _linear_ce_chunk.py.
+def _factors(
+    dlog_prob_N: Tensor | None, douts_KN: Tensor | None, outs_KN: Tensor, V: int
+) -> Tensor:
+    """The factors_KN of the gradient; see the table at the top of _linear_ce_chunk.py.
 
-    backward_pass multiplies them by p / c, where c = 1 / L is the largest p, so P and H contain c,
-    and Q contains c^2. An upstream gradient may be None. The gradient of lse is dlse_2N[1].
+    The op multiplies them by p / c, where c = 1 / L is the largest p, so P and H contain c,
+    and Q contains c^2. An upstream gradient is None if nobody used the output. That of lse is the
+    one of log L.
     """
-    top_N, log_N = lse_2N
+    top_N, log_N = outs_KN[1:3]
     c_N = log_N.neg().exp()
     y_N = torch.zeros_like(top_N) if dlog_prob_N is None else -dlog_prob_N
-    p_N = y_N if dlse_2N is None else y_N + dlse_2N[1]
-    if dstats_3N is None or not dstats_3N.numel():
+    if douts_KN is None:
+        return torch.stack([top_N, y_N * c_N, y_N])
+    p_N = y_N + douts_KN[2]
+    if len(outs_KN) < 6:
         return torch.stack([top_N, p_N * c_N, y_N])
-    entropy_N, _, square_N = stats_3N
-    dentropy_N, dmean_N, dsquare_N = dstats_3N
+    entropy_N, _, square_N = outs_KN[3:6]
+    dentropy_N, dmean_N, dsquare_N = douts_KN[3:6]
     q_N = 2.0 * dsquare_N
-    p_N = (p_N - q_N * square_N) * c_N
-    return torch.stack(
-        [
-            top_N,
-            p_N,
-            y_N,
-            dmean_N / -vocab_size,
-            entropy_N - log_N,
-            -dentropy_N * c_N,
-            q_N * c_N.square(),
-        ]
-    )
+    factors = [top_N, (p_N - q_N * square_N) * c_N, y_N, dmean_N / -V]
+    factors += [entropy_N - log_N, -dentropy_N * c_N, q_N * c_N.square()]
+    return torch.stack(factors)
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """Returns log_prob, lse as two numbers [2, N], stats [3, N] and best (int32).
-
-    stats and best are empty if not requested.
-    """
+    """Returns log_prob and outs_KN, see the top of _linear_ce_chunk.py."""
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts):
         ctx.set_materialize_grads(False)
         ctx.opts = opts
-        ctx.needs = ctx.needs_input_grad[:3]
         one = hidden_ND.new_ones((), dtype=wide_dtype(opts.dtype))
-        head = (hidden_ND, weight_VD, bias_V)
+        head = hidden_ND, weight_VD, bias_V
         with autocast(hidden_ND.device.type):
-            out = forward_pass(*head, labels_N, one, opts, best=best, stats=stats)
-        ctx.save_for_backward(*head, labels_N, out.lse_2N, out.stats_3N)
-        ctx.mark_non_differentiable(out.best_N)
-        return out.token_loss_N.neg_(), out.lse_2N, out.stats_3N, out.best_N
+            outs_KN, (order_M, ctx.count), _ = forward_pass(
+                head, labels_N, one, opts, stats=stats, best=best
+            )
+        ctx.save_for_backward(*head, labels_N, order_M, outs_KN)
+        return -outs_KN[0], outs_KN
 
     @staticmethod
-    def backward(ctx, dlog_prob_N, dlse_2N, dstats_3N, _):
+    def backward(ctx, dlog_prob_N, douts_KN):
         if torch.is_grad_enabled():
             no_second_derivative("linear_log_prob", "linear_cross_entropy")(ctx)
-        *head, labels_N, lse_2N, stats_3N = ctx.saved_tensors
-        rows_KN = _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, ctx.opts.vocab_size)
+        *head, labels_N, order_M, outs_KN = ctx.saved_tensors
+        factors_KM = _factors(dlog_prob_N, douts_KN, outs_KN, len(head[1]))
+        if order_M is not None:
+            factors_KM = factors_KM.index_select(1, order_M)
+        tokens = labels_N, factors_KM, (order_M, ctx.count)
+        needs = ctx.needs_input_grad[:3]
         with autocast(labels_N.device.type):
-            grads = backward_pass(*head, labels_N, rows_KN, ctx.opts, ctx.needs)
+            grads = sweep(head, *tokens, ctx.opts, needs, cross_entropy_chunk_bwd_)
         return *grads, None, None, None, None
 
 
@@ -188,36 +191,25 @@ def linear_log_prob(
     # 1. The arguments.
     names = LinearLogProbOutput._fields
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    message = "outputs must be among {}, got {}. Name at least one of them"
     unknown = not outputs or set(outputs) - set(names)
+    message = "outputs must be among {}, got {}. Name at least one of them"
     refuse("linear_log_prob", (unknown, message, ", ".join(names), outputs))
-    dtype = check(
-        "linear_log_prob", hidden, weight, labels, bias, shift,
-        softcap=softcap, scale=scale, temperature=temperature, num_valid=num_valid,
+    hidden_ND, labels_N, opts = prepare(
+        "linear_log_prob", hidden, weight, labels, bias, ignore_index=ignore_index, shift=shift,
+        softcap=softcap, num_valid=num_valid, workspace_bytes=workspace_bytes, scale=scale,
+        temperature=temperature,
     )  # fmt: skip
-    if shift:
-        labels = shift_labels(labels, ignore_index)
-    # 2. What the loop computes. z = outer * tanh(inner * logit), or outer * logit without a cap.
-    outer = (softcap or scale) / temperature
-    opts = Options(
-        ignore_index, smoothing=0.0, inner=scale / softcap if softcap else 0.0, outer=outer,
-        z_loss=0.0, vocab_size=weight.shape[0], dtype=dtype, num_valid=num_valid,
-        workspace_bytes=workspace_bytes,
-    )  # fmt: skip
-    stats = not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs)
+    # 2. What the loop computes.
+    stats = not set(outputs).isdisjoint(STATS)
     best = "is_top1" in outputs
-    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-    labels_N = labels.reshape(-1)
-    log_prob_N, lse_2N, stats_3N, best_N = _per_token(
-        hidden_ND, weight, bias, labels_N, stats, best, opts
-    )
+    log_prob_N, outs_KN = _per_token(hidden_ND, weight, bias, labels_N, stats, best, opts)
     # 3. The fields that were requested.
-    is_top1_N = (best_N == labels_N) & (labels_N != ignore_index) if best else None
-    entropy_N, mean_N, square_N = stats_3N
-    values = (log_prob_N, entropy_N, whole_lse(lse_2N, outer), mean_N, square_N, is_top1_N)
-    return LinearLogProbOutput(
-        *(x.view(labels.shape) if n in outputs else None for n, x in zip(names, values))
-    )
+    values = {"log_prob": log_prob_N, "lse": whole_lse(outs_KN[1:3], opts.outer)}
+    if stats:
+        values |= zip(STATS, outs_KN[3:6])
+    if best:
+        values["is_top1"] = (outs_KN[-1] == labels_N) & (labels_N != ignore_index)
+    return LinearLogProbOutput(**{n: values[n].view(labels.shape) for n in outputs})
 
 
 def linear_cross_entropy_ref(
@@ -235,52 +227,52 @@ def linear_cross_entropy_ref(
     shift: bool = False,
 ) -> Tensor:
     """linear_cross_entropy in plain torch, with any number of derivatives: the oracle in float64."""
-    labels = shift_labels(labels, ignore_index) if shift else labels
+    if shift:
+        labels = shift_labels(labels, ignore_index)
     z = F.linear(hidden, weight, bias)
     z = z.to(wide_dtype(z.dtype)).reshape(-1, z.shape[-1])
-    z = softcap * torch.tanh(z / softcap) if softcap else z
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
     labels_N = labels.reshape(-1).long()
     keep_N = labels_N != ignore_index
     token_loss_N = F.cross_entropy(
-        z,
-        labels_N,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
+        z, labels_N, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
     token_loss_N = token_loss_N + z_loss * (z.logsumexp(-1) * keep_N).square()
     if reduction == "none":
         return token_loss_N.reshape(labels.shape)
+    total = token_loss_N.sum()
     if num_items is not None:
-        return token_loss_N.sum() / num_items
-    return token_loss_N.sum() / keep_N.sum() if reduction == "mean" else token_loss_N.sum()
+        return total / num_items
+    return total / keep_N.sum() if reduction == "mean" else total
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of the token losses over total_by. grad: whether autograd records."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, grad):
-        ctx.set_materialize_grads(False)
+    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, numbers, grad):
+        head = hidden_ND, weight_VD, bias_V
         needs = ctx.needs_input_grad[:3] if grad else (False, False, False)
         with autocast(hidden_ND.device.type):
-            out = forward_pass(hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, needs)
-        ctx.save_for_backward(*out.grads)
-        return out.total
+            outs_KN, _, grads = forward_pass(
+                head, labels_N, total_by.reciprocal(), opts, needs, **numbers
+            )
+        ctx.save_for_backward(*grads)
+        return outs_KN[0].sum() / total_by
 
     @staticmethod
     def backward(ctx, dloss):
         if torch.is_grad_enabled():
             no_second_derivative("linear_cross_entropy")(ctx)
-        if dloss is None:
-            return (None,) * 7
         grads = []
         for grad in ctx.saved_tensors:
             if grad is not None:
-                grad = grad.clone() if keeps_graph() else grad  # another backward may follow
+                if keeps_graph():  # another backward may follow
+                    grad = grad.clone()
                 scale_(grad, dloss)
             grads.append(grad)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 _total = torch.compiler.disable(_LinearCrossEntropy.apply)
@@ -355,38 +347,40 @@ def linear_cross_entropy(
         loss = linear_cross_entropy(hidden_BTD, head.weight, labels_BT, shift=True)
     """
     # 1. The arguments.
-    dtype = check(
-        "linear_cross_entropy", hidden, weight, labels, bias, shift,
-        softcap=softcap, num_valid=num_valid, reduction=reduction, num_items=num_items,
-        label_smoothing=label_smoothing, z_loss=z_loss,
+    refuse(
+        "linear_cross_entropy",
+        (reduction not in ("mean", "sum", "none"),
+         'reduction must be "mean", "sum" or "none", got {!r}. Choose one', reduction),
+        (num_items is not None and reduction == "none",
+         'num_items does not go with reduction="none". Divide the result, or ask for a sum'),
+        (not 0.0 <= label_smoothing <= 1.0,
+         "label_smoothing must be from 0 to 1, got {}. 0 turns it off", label_smoothing),
+        (not z_loss >= 0.0, "z_loss must be 0 or more, got {}. 0 turns it off", z_loss),
     )  # fmt: skip
-    if shift:
-        labels = shift_labels(labels, ignore_index)
+    options: dict = {
+        "softcap": softcap, "ignore_index": ignore_index, "num_valid": num_valid, "shift": shift,
+        "workspace_bytes": workspace_bytes,
+    }  # fmt: skip
+    hidden_ND, labels_N, opts = prepare(
+        "linear_cross_entropy", hidden, weight, labels, bias, **options
+    )
     # 2. The divisor, a scalar on the device.
-    place = {"dtype": wide_dtype(dtype), "device": hidden.device}
+    place: dict = {"dtype": wide_dtype(opts.dtype), "device": hidden.device}
     if isinstance(num_items, Tensor):
         total_by = num_items.detach().to(**place, non_blocking=True).reshape(())
     elif num_items is None and reduction == "mean":
-        total_by = (labels != ignore_index).sum().to(**place)
+        total_by = (labels_N != ignore_index).sum().to(**place)
     else:
         total_by = torch.full((), 1 if num_items is None else num_items, **place)
     # 3. A loss per token, or one that the GradScaler multiplies: its gradient waits for backward.
-    if reduction == "none" or dtype == torch.float16:
+    if reduction == "none" or opts.dtype == torch.float16:
         outputs = ("log_prob", "lse", "mean_logit") if label_smoothing else ("log_prob", "lse")
-        out = linear_log_prob(
-            hidden, weight, labels, bias=bias, softcap=softcap, ignore_index=ignore_index,
-            num_valid=num_valid, outputs=outputs, workspace_bytes=workspace_bytes,
-        )  # fmt: skip
+        out = linear_log_prob(hidden, weight, labels, bias=bias, outputs=outputs, **options)
         loss = z_loss * out.lse.square() - (1.0 - label_smoothing) * out.log_prob
         if label_smoothing:
             loss = loss + label_smoothing * (out.lse - out.mean_logit)
         return loss if reduction == "none" else loss.sum() / total_by
     # 4. A scalar: its gradients are computed now.
-    opts = Options(
-        ignore_index, smoothing=label_smoothing, inner=1.0 / softcap if softcap else 0.0,
-        outer=softcap or 1.0, z_loss=z_loss, vocab_size=weight.shape[0], dtype=dtype,
-        num_valid=num_valid, workspace_bytes=workspace_bytes,
-    )  # fmt: skip
-    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-    labels_N = labels.reshape(-1)
-    return _total(hidden_ND, weight, bias, labels_N, total_by, opts, torch.is_grad_enabled())
+    numbers = {"smoothing": label_smoothing, "z_loss": z_loss}
+    grad = torch.is_grad_enabled()
+    return _total(hidden_ND, weight, bias, labels_N, total_by, opts, numbers, grad)

@@ -21,7 +21,7 @@ The backward is the same for both, since a rounding has no derivative.
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import by_device, define, no_second_derivative, refuse, wide_dtype
+from hfpatch.ops._library import define, no_second_derivative, refuse, wide_dtype
 
 CASTS = ("before", "after")
 
@@ -45,30 +45,25 @@ def _fwd(x, weight, eps, offset, cast):
     y = x_wide * rstd
     if cast == "before":
         y = y.to(x.dtype)
-    # A product of two 16-bit tensors is computed in float32 and rounded once.
-    w = weight if weight is not None and not offset else _factor(weight, offset, x_wide.dtype)
-    y = y if w is None else y * w
+    y = y * _factor(weight, offset, x_wide.dtype)
     return y.to(_y_dtype(x.dtype, weight, cast)).contiguous(), rstd.squeeze(-1)
 
 
 def _factor(weight, offset, wide):
-    """offset + weight in the wide dtype, None for 1."""
-    if weight is None:
-        return 1.0 + offset if offset else None
-    return weight.to(wide) + offset if offset else weight.to(wide)
+    """The factor of x_hat, in the wide dtype."""
+    return 1.0 + offset if weight is None else weight.to(wide) + offset
 
 
 def _bwd(dy, x, weight, rstd, offset, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
     dy = dy.to(wide)
     rstd = rstd.to(wide).unsqueeze(-1)
-    w = _factor(weight, offset, wide)
     x_hat = x.to(wide) * rstd
     dw = x.new_empty(0)
     if need_dw:
-        dw = dy * x_hat
-        dw = (dw.flatten(0, -2).sum(0) if x.dim() > 1 else dw).to(weight.dtype)
-    g = dy if w is None else dy * w
+        dw_ND = (dy * x_hat).reshape(-1, x.shape[-1])
+        dw = dw_ND.sum(0).to(weight.dtype)
+    g = dy * _factor(weight, offset, wide)
     x_hat *= (g * x_hat).mean(-1, keepdim=True)
     dx = (g - x_hat).mul_(rstd)
     return dx.to(x.dtype).contiguous(), dw
@@ -96,7 +91,8 @@ def _bwd_fake(dy, x, weight, rstd, offset, need_dw):
 RMS_NORM_BACK = define(
     "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, bool need_dw) "
     "-> (Tensor dx, Tensor dw)",
-    by_device(_bwd, "rms_norm", "rms_norm_bwd", _bwd_fake),
+    _bwd,
+    "rms_norm.rms_norm_bwd",
     _bwd_fake,
     backward=no_second_derivative("rms_norm"),
 )
@@ -117,25 +113,12 @@ def _backward(ctx, dy, _):
 
 RMS_NORM = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor y, Tensor rstd)",
-    by_device(_fwd, "rms_norm", "rms_norm_fwd", _fake),
+    _fwd,
+    "rms_norm.rms_norm_fwd",
     _fake,
     backward=_backward,
     setup_context=_setup_context,
 )
-
-
-def _check(x, weight, cast):
-    shape = None if weight is None else tuple(weight.shape)
-    refuse(
-        "rms_norm",
-        (not x.dtype.is_floating_point,
-         "x must be floating-point, got {}. Cast it first", x.dtype),
-        (x.ndim == 0 or shape not in (None, x.shape[-1:]),
-         "weight must be [D] or None for x [..., D], got weight {} and x {}. Normalise over the "
-         "last dimension", shape, tuple(x.shape)),
-        (cast not in CASTS,
-         'cast must be one of {}, got {!r}. Use "before", as Llama does', ", ".join(CASTS), cast),
-    )  # fmt: skip
 
 
 def rms_norm(
@@ -167,7 +150,17 @@ def rms_norm(
     Example:
         y = rms_norm(x, norm.weight, norm.variance_epsilon)
     """
-    _check(x, weight, cast)
+    shape = None if weight is None else tuple(weight.shape)
+    refuse(
+        "rms_norm",
+        (not x.dtype.is_floating_point,
+         "x must be floating-point, got {}. Cast it first", x.dtype),
+        (x.ndim == 0 or shape not in (None, x.shape[-1:]),
+         "weight must be [D] or None for x [..., D], got weight {} and x {}. Normalise over the "
+         "last dimension", shape, tuple(x.shape)),
+        (cast not in CASTS,
+         'cast must be one of {}, got {!r}. Use "before", as Llama does', ", ".join(CASTS), cast),
+    )  # fmt: skip
     return RMS_NORM(x, weight, eps, offset, cast)[0]
 
 

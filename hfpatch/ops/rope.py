@@ -13,7 +13,7 @@ backward op and has any number of derivatives.
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import by_device, define, refuse, wide_dtype
+from hfpatch.ops._library import define, refuse, wide_dtype
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,9 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     for x in (q, k):
         y1, y2 = (x.to(wide) * cos_B1TE).chunk(2, -1)
         x1, x2 = x.to(wide).chunk(2, -1)
-        y = torch.cat((torch.addcmul(y1, x2, sin1, value=-1), torch.addcmul(y2, x1, sin2)), -1)
+        y1 = torch.addcmul(y1, x2, sin1, value=-1)
+        y2 = torch.addcmul(y2, x1, sin2)
+        y = torch.cat((y1, y2), -1)
         outs.append(y.to(torch.promote_types(x.dtype, cos.dtype)))
     return tuple(outs)
 
@@ -71,7 +73,8 @@ def _backward(ctx, dq, dk):
 ROPE = define(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool transpose, ScalarType? dtype) -> "
     "(Tensor, Tensor)",
-    by_device(_rope, "rope", "rope", _fake),
+    _rope,
+    "rope.rope",
     _fake,
     backward=_backward,
     setup_context=_setup_context,
@@ -96,14 +99,14 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     Example:
         q, k = rope(q, k, *rotary_emb(x, position_ids))
     """
-    batch, _, tokens, width = q.shape if q.dim() == 4 else (0, 0, 0, 1)  # an odd width is refused
-    same = (k.shape[0], *k.shape[2:]) == (batch, tokens, width) and cos.shape == sin.shape
-    fits = same and cos.shape[1:] == (tokens, width) and cos.shape[0] in (1, batch)
+    batch, *_, tokens, width = q.shape
+    angles = (1, tokens, width), (batch, tokens, width)
+    fits = q.dim() == 4 and width % 2 == 0 and cos.shape == sin.shape and cos.shape in angles
     refuse(
         "rope",
         (not q.dtype.is_floating_point,
          "q must be floating-point, got {}. Cast it first", q.dtype),
-        (not fits or width % 2,
+        (not fits or (k.shape[0], *k.shape[2:]) != angles[1],
          "q must be [B,H,T,E], k [B,K,T,E], cos and sin [1 or B,T,E] with even E, got {}, {}, {} "
          "and {}. Pass HF's rotary_emb output unchanged", q.shape, k.shape, cos.shape, sin.shape),
     )  # fmt: skip

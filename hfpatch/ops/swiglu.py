@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.ops._library import by_device, define, no_second_derivative, refuse, wide_dtype
+from hfpatch.ops._library import define, no_second_derivative, refuse, wide_dtype
 
 # Names in transformers' ACT2FN -> the function computed. Other names are refused, never replaced.
 ACTIVATIONS = {
@@ -71,7 +71,8 @@ def _bwd_fake(dy, gate, up, activation):
 
 SWIGLU_BACK = define(
     "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, str activation) -> (Tensor dgate, Tensor dup)",
-    by_device(_plain_bwd, "swiglu", "swiglu_bwd", _bwd_fake),
+    _plain_bwd,
+    "swiglu.swiglu_bwd",
     _bwd_fake,
     backward=no_second_derivative("swiglu"),
 )
@@ -92,7 +93,8 @@ def _fwd_fake(gate, up, activation):
 
 SWIGLU = define(
     "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
-    by_device(_plain_fwd, "swiglu", "swiglu_fwd", _fwd_fake),
+    _plain_fwd,
+    "swiglu.swiglu_fwd",
     _fwd_fake,
     backward=_backward,
     setup_context=_setup_context,

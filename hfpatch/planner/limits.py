@@ -73,7 +73,11 @@ def parse_bytes(text) -> int:
         value = float(digits) * _UNITS[stripped[len(digits) :].strip().upper()]
     except (KeyError, ValueError):
         value = math.nan
-    if not 0 <= value < math.inf:
+    if value < 0:
+        raise ValueError(
+            f"hfpatch: a size must be more than 0, got {text!r}. Pass the bytes there are."
+        )
+    if not value < math.inf:
         raise ValueError(
             f"hfpatch: a size must be written like 256GiB, got {text!r}. Use B, KB to TB or KiB to "
             "TiB."

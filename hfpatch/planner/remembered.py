@@ -13,7 +13,8 @@ FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hfpat
 
 
 def _file(asked: dict) -> Path:
-    sources = Path(__file__).parent.parent.rglob("*.py")
+    package = Path(__file__).parent.parent
+    sources = [*package.rglob("*.py"), *package.glob("lab/*.json")]
     newest = max(path.stat().st_mtime_ns for path in sources)
     text = json.dumps([asked, newest, versions(LIBRARIES)], sort_keys=True, default=repr)
     return FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

@@ -2,6 +2,7 @@
 
 import math
 import os
+import traceback
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -82,12 +83,26 @@ def refusals(kinds=(ImportError, LookupError, TypeError, ValueError)):
         yield
     except kinds as error:
         # str() of a KeyError quotes its text.
-        text = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+        quoted = isinstance(error, KeyError) and error.args
+        text = " ".join(str(error.args[0] if quoted else error).split())
         if isinstance(error, ModuleNotFoundError) or text.startswith("hfpatch: "):
+            raise
+        if _passed_through_us(error):
             raise
         if not isinstance(error, ValueError):
             text = f"transformers does not take these flags, {type(error).__name__}: {text}"
         raise ValueError(f"hfpatch: {text}") from error
+
+
+def _passed_through_us(error: BaseException) -> bool:
+    """Whether the error came through hfpatch's own code, which the callback runs inside Trainer.
+
+    Then it is a bug, not a flag that transformers refuses.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
+    ours = [name for name in names if name.startswith("hfpatch.")]
+    return any(not name.startswith("hfpatch.trainer.") for name in ours)
 
 
 def _actions(parser) -> dict:

@@ -164,9 +164,11 @@ class Callback(TrainerCallback):
     def _count(self, model, positional, named):
         if not model.training or not torch.is_grad_enabled():  # DPO's reference is no training
             return
-        first = positional[0] if positional else named.get("inputs_embeds")
         # sentence-transformers gives all features in one mapping.
-        features = first if isinstance(first, Mapping) else named
+        features = next((one for one in positional[:1] if isinstance(one, Mapping)), named)
+        first = features.get("inputs_embeds")
+        if positional and features is named:
+            first = positional[0]
         ids = features.get("input_ids", first)
         if ids is None:
             return

@@ -111,8 +111,9 @@ def encode(
         ids = with_end(tokenizer(text_of(row, text_field))["input_ids"], tokenizer)
         return ids, [True] * len(ids)
     if kind == "chat":
-        turns = _column(row, *CHAT_FIELDS)
-        return encode_chat(_messages(turns, "messages"), tokenizer, **options)
+        field = next((name for name in CHAT_FIELDS if name in row), "messages")
+        turns = _messages(_column(row, *CHAT_FIELDS), field)
+        return encode_chat(turns, tokenizer, **options)
     prompt = _column(row, "prompt")
     completion = _column(row, "completion")
     if isinstance(prompt, list) and isinstance(completion, list):

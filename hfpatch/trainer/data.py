@@ -113,6 +113,13 @@ class Malformed:
             say(f"hfpatch: rows left out: {reason} (the first at {place})")
         self.reasons.setdefault(reason, [0, place])[0] += 1
 
+    def report(self, data, say) -> None:
+        """Says each reason once, with its count. ValueError for too many bad rows."""
+        for reason, (count, place) in self.reasons.items():
+            plural = "s" * (count != 1)
+            say(f"hfpatch: {count} malformed row{plural} left out: {reason} (the first at {place})")
+        self.expect_few(data)
+
     def expect_few(self, data, least: int = 0) -> None:
         """ValueError for too many bad rows. least: rows of which the share is taken at least."""
         if self.bad > MOST_MALFORMED * max(self.rows, least) and not data.allow_malformed:
@@ -181,7 +188,7 @@ class Stream(torch.utils.data.IterableDataset):
                 learned = row["learned"][tokens]
                 if any(learned[1:]):
                     yield row["ids"][tokens], learned
-        malformed.expect_few(self.data)
+        malformed.report(self.data, self.say)
 
     def __iter__(self):
         limit = self.data.seq_len if self.data.packing else 0
@@ -334,10 +341,7 @@ def _tokenized(rows: Rows, encode, settings, data, say) -> tuple:
     malformed = Malformed()
     for reason in bad:
         malformed.see(reason, data)
-    for reason, (count, place) in malformed.reasons.items():
-        plural = "s" * (count != 1)
-        say(f"hfpatch: {count} malformed row{plural} left out: {reason} (the first at {place})")
-    malformed.expect_few(data)
+    malformed.report(data, say)
     return table, good
 
 

@@ -5,12 +5,14 @@ gets a sentence with the measured numbers and the setting to change, and the nex
 """
 
 import json
+import os
 from itertools import chain
 from pathlib import Path
 
 import torch
 
 from hfpatch.budget.free import ALLOCATOR, GROWS, expandable_segments
+from hfpatch.budget.policy import TILES
 from hfpatch.lab.tables import gib
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.traits import runtimes_in
@@ -26,8 +28,8 @@ def meters(model) -> list[Meter]:
 
 
 def key(model, args) -> dict:
-    """What was measured holds for this model on this card, and for the parameters that train
-    (Meter.calls)."""
+    """The key of an entry: what was measured holds for this model on this card, and for the
+    parameters that train (Meter.calls)."""
     cuda = torch.device(args.device).type == "cuda"
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     return {
@@ -39,45 +41,61 @@ def key(model, args) -> dict:
     }  # fmt: skip
 
 
-def read(folder) -> dict:
-    """What a run's folder holds; {} without a folder, or if the file is missing or broken."""
+def _shows(meter: Meter) -> bool:
+    """Whether a step was measured. The key of a call is there as its first step begins."""
+    return any(call.measured for call in meter.calls.values())
+
+
+def read(folder) -> list[dict]:
+    """The entries of a run's folder; none without a folder, or if the file is missing or broken."""
     try:
-        return dict(json.loads((Path(folder) / FILE).read_text()))
+        found = json.loads((Path(folder) / FILE).read_text())
     except (OSError, TypeError, ValueError):
-        return {}
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _is_of(entry: dict, own: dict) -> bool:
+    """Whether an entry has this key."""
+    return all(entry.get(name) == value for name, value in own.items())
 
 
 def begin(model, args) -> None:
     """Gives the model's meters what this run's earlier starts measured, or else the run whose
     checkpoint it continues."""
-    said = ""
+    own = key(model, args)
+    meters_here = [runtime.meter_of(torch.device(args.device)) for runtime in runtimes_in(model)]
+    used = None
     for folder in (args.output_dir, args.resume_from_checkpoint):
-        found = read(folder)
-        measured = found.pop("measured", None)
-        if found != key(model, args):
-            continue
-        for runtime in runtimes_in(model):
-            meter = runtime.meter_of(torch.device(args.device))
-            if meter is not None and not meter.calls:
-                meter.load(measured)
-                said = (
-                    f"layers start with what an earlier run measured that fits ({folder}/{FILE})."
-                )
-    if said:
-        say(said)
+        for entry in read(folder):
+            if not _is_of(entry, own):
+                continue
+            for meter in meters_here:
+                if meter is not None and not _shows(meter):
+                    meter.load(entry["measured"])
+                    used = Path(folder) / FILE
+    if used:
+        say(f"layers start with what an earlier run measured that fits ({used}).")
 
 
 def write(model, args, folder=None) -> Path | None:
-    """Writes the file. Returns its path, None if nothing was measured.
+    """Writes an entry, in place of one with the same key. Returns the file's path, None if nothing
+    was measured.
 
     folder: the run's, if None.
     """
-    found = next((meter for meter in meters(model) if meter.calls or meter.reserve), None)
+    found = next(
+        (m for m in meters(model) if _shows(m) or m.reserve or m.tile_most < TILES[-1]), None
+    )
     if found is None:
         return None
     path = Path(folder or args.output_dir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(key(model, args) | {"measured": found.state()}, indent=1))
+    own = key(model, args)
+    others = [entry for entry in read(path.parent) if not _is_of(entry, own)]
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps([*others, own | {"measured": found.state()}], indent=1))
+    os.replace(fresh, path)
     return path
 
 

@@ -27,6 +27,7 @@ READERS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
+READ_WHOLE = 32 << 20  # bytes of a file of which the digest reads all
 OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 READ_ERRORS = (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, lzma.LZMAError,
                pyarrow.ArrowException, datasets.exceptions.DatasetsError)  # fmt: skip
@@ -91,11 +92,12 @@ def rows_of(paths, data, split: str) -> Rows:
     for file in files:
         size = file.stat().st_size
         made.update(b"%b\0%d\0" % (os.fsencode(file.name), size))
+        # Of a large file that is streamed, pieces alone: reading it twice would take too long.
+        pieces = data.streaming and size > READ_WHOLE
         with file.open("rb") as opened:
-            while part := opened.read(1 << 20):
-                made.update(part)
-                if data.streaming:  # reading all of a large file twice would take too long
-                    opened.seek(size // 64, os.SEEK_CUR)
+            for at in range(0, size, size // 64 if pieces else 1 << 20):
+                opened.seek(at)
+                made.update(opened.read(1 << 16 if pieces else 1 << 20))
     return Rows(partial(_of_files, files, data), made.hexdigest())
 
 

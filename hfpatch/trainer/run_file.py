@@ -48,6 +48,11 @@ def is_one(word: str) -> bool:
 def find(name: str) -> Path:
     """The file of that name: a path, else one that comes with the package. Raises ValueError."""
     path = Path(name).expanduser()
+    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
+        raise ValueError(
+            "hfpatch: the first argument must be a flag or a config file (.yaml, .json), got "
+            f"{name!r}. Write -- before a flag."
+        )
     if path.exists():
         return path
     ready = sorted(file.name for file in READY.glob("*.yaml"))
@@ -92,10 +97,14 @@ def read(path: Path) -> dict[str, tuple]:
         text = path.read_text(encoding="utf-8-sig")
         written = yaml.load(text, yaml.BaseLoader)
         typed = yaml.load(text, _loader())
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ValueError(
+            f"hfpatch: the file {path} cannot be read ({error.strerror}). Check the path."
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"hfpatch: {path} must be YAML or JSON, got {reason}. Check the path or the file."
+            f"hfpatch: {path} must be YAML or JSON, got {reason}. Correct the file."
         ) from error
     if not isinstance(written, dict):
         raise ValueError(f"hfpatch: {path} must hold keys and values. Correct the file.")

@@ -30,7 +30,7 @@ class Trainer(StockTrainer):
         self.bytes_per_token = bytes_per_token
         self.record = record or {}
         self._eval_sum = None
-        with refusals((ImportError, ValueError)):  # apply runs inside: another error is a bug
+        with refusals():
             super().__init__(*args, **kwargs)
         self._losses = StopAtNaN(self.args.nan_steps)
         self.add_callback(self._losses)
@@ -111,7 +111,7 @@ class Trainer(StockTrainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         inputs = self._without_repeats(inputs)
-        if "labels" not in inputs:
+        if "labels" not in inputs or self._eval_sum is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         count = (inputs["labels"][..., 1:] != IGNORE).sum().to(self._eval_sum.device)
         weight = count.to(self._eval_sum)
@@ -119,6 +119,8 @@ class Trainer(StockTrainer):
         if ranks > 1:
             weight = self.accelerator.gather(count).sum().to(weight) / ranks / self.args.world_size
         result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if result[0] is None:
+            return result
         # Stock gives nan without labels.
         loss = torch.where(count > 0, result[0], 0.0).to(self._eval_sum)
         self._eval_sum += torch.stack([loss * weight, count.to(self._eval_sum) / ranks])

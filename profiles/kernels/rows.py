@@ -159,10 +159,10 @@ def _rope_rows():
 
 
 def _logits(V: int, dtype: torch.dtype) -> tuple:
-    """Of 4,096 tokens: logits, labels, the sum of losses, a row a token; labels of a Row."""
+    """Of 4,096 tokens: logits, labels, the factor of a loss; labels of a Row."""
     x, y = meta(4096, V, dtype=dtype), meta(4096, dtype=I64)
     short = dtype == BF16 and V == 128256
-    return x, y, meta(dtype=FP32), meta(4096, dtype=FP32), NAMES[dtype], f"V={V}", short
+    return x, y, meta(dtype=FP32), NAMES[dtype], f"V={V}", short
 
 
 VOCABULARIES = 128256, 32000  # of Llama 3 and of Llama 2
@@ -170,35 +170,32 @@ SOFTCAP = 1 / 30.0, 30.0  # (inner, outer)
 
 
 def _cross_entropy_rows():
-    # Each kind: its name, (inner, outer), smoothing, z-loss, factors of the backward.
+    # Each kind: its name, (inner, outer), smoothing, z-loss, outputs, factors of the backward.
     kinds = (
-        ("", (0.0, 1.0), 0.0, 0.0, 3),
-        (" smoothing softcap z", SOFTCAP, 0.1, 1e-4, 4),
+        ("", (0.0, 1.0), 0.0, 0.0, 3, 3),
+        (" smoothing softcap z", SOFTCAP, 0.1, 1e-4, 4, 4),
     )
     fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
-    lse, best = meta(2, 4096, dtype=FP32), meta(4096, dtype=I32)
-    for V, dtype, (kind, z, smoothing, z_loss, K) in product(
+    for V, dtype, (kind, z, smoothing, z_loss, outs, factors) in product(
         VOCABULARIES, (BF16, FP16, FP32), kinds
     ):
-        x, y, scalar, row, *labels, short = _logits(V, dtype)
-        rest = row, lse, best if kind else None, None, -100, smoothing, *z, z_loss
+        x, y, scale, *labels, short = _logits(V, dtype)
+        rest = meta(outs, 4096, dtype=FP32), -100, *z, scale, smoothing, z_loss, outs == 4
         for grad, name in ((True, "loss+grad"), (False, "loss")):
-            call = partial(fwd, x, y, scalar, *rest, grad)
-            yield Row(f"{name}{kind}", *labels, call, short and grad)
-        call = partial(bwd, x, y, meta(K, 4096, dtype=FP32), -100, *z)
+            yield Row(f"{name}{kind}", *labels, partial(fwd, x, y, *rest, grad), short and grad)
+        call = partial(bwd, x, y, meta(factors, 4096, dtype=FP32), -100, *z)
         yield Row(f"loss bwd{kind}", *labels, call, short)
 
 
 def _log_prob_rows():
     fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
-    best, lse, stats = meta(4096, dtype=I32), meta(2, 4096, dtype=FP32), meta(3, 4096, dtype=FP32)
     kinds = ("", (0.0, 1.0)), (" softcap", SOFTCAP)
     for V, dtype, (kind, z) in product(VOCABULARIES, (BF16, FP16, FP32), kinds):
-        x, y, scalar, row, *labels, short = _logits(V, dtype)
-        rest = row, lse, best, stats, -100, 0.0, *z, 0.0, False
-        yield Row(f"log prob{kind}", *labels, partial(fwd, x, y, scalar, *rest), short)
-        call = partial(bwd, x, y, meta(7, 4096, dtype=FP32), -100, *z)
-        yield Row(f"log prob bwd{kind}", *labels, call, short)
+        x, y, scale, *labels, short = _logits(V, dtype)
+        rows = meta(7, 4096, dtype=FP32)
+        call = partial(fwd, x, y, rows, -100, *z, scale, 0.0, 0.0, True, False)
+        yield Row(f"log prob{kind}", *labels, call, short)
+        yield Row(f"log prob bwd{kind}", *labels, partial(bwd, x, y, rows, -100, *z), short)
 
 
 def _scale_rows():

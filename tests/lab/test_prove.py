@@ -13,7 +13,7 @@ import torch
 
 from hfpatch.cli.main import main
 from hfpatch.context.classes import is_patched
-from hfpatch.lab import checks
+from hfpatch.lab import checks, full_card
 from hfpatch.lab.budget import share_of_allowed
 from hfpatch.lab.checks import Check
 from hfpatch.lab.prove import Proof, page, row
@@ -107,6 +107,8 @@ def test_what_fails_is_named():
     nan = Check("rope", "bfloat16", 37, float("nan"), "grad1")
     assert not proof(done=[nan]).ok and not proof(done=[]).ok
     assert not proof(steps=[{"way": "auto", "error": "out of memory"}]).ok
+    late = full_card.measure(full_card.SMALL, torch.device("cpu"), None, until=0.0)
+    assert {row["error"] for row in late} == {"not started: the time was over"}
 
 
 def test_rows_that_were_sent():

@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfpatch.ops._wide_sums import as_on_cuda
+from hfpatch.lab.compat import for_now
+from hfpatch.ops import _wide_sums
 from hfpatch.ops.experts import CLAMPED, Layout, experts
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy
 from tests.ops.fakes import shapes_of_out_dtype
@@ -45,7 +46,7 @@ def aligned(x: torch.Tensor) -> bool:
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_products_of_the_loss(vocab_size, bias):
     tokens, hidden_size = 1024, 64
-    with FakeTensorMode(), as_on_cuda(), shapes_of_out_dtype():
+    with FakeTensorMode(), for_now(_wide_sums, AS_CUDA=True), shapes_of_out_dtype():
         made = {"dtype": torch.bfloat16, "requires_grad": True}
         hidden = torch.randn(tokens, hidden_size, **made)
         weight = torch.randn(vocab_size, hidden_size, **made)
@@ -66,7 +67,7 @@ def test_products_of_experts():
     """gpt-oss: biases, so the routing weights are a matrix with a column per expert."""
     tokens, hidden_size, width, number = 32, 16, 24, 8
     layout = Layout(CLAMPED, 1.702, 7.0, interleaved=True, transposed=True)
-    with FakeTensorMode(), as_on_cuda():
+    with FakeTensorMode(), for_now(_wide_sums, AS_CUDA=True):
         made = {"dtype": torch.bfloat16, "requires_grad": True}
         x = torch.randn(tokens, hidden_size, **made)
         w = torch.rand(tokens, 2, **made)

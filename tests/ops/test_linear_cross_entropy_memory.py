@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hfpatch.lab.compat import for_now
+from hfpatch.ops import _wide_sums
 from hfpatch.ops._library import INTERPRET
-from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy
 from tests.ops.fakes import shapes_of_out_dtype
 
@@ -110,7 +111,7 @@ def test_loss_stage_stays_within_its_budget(ignored):
 
 
 def test_fake_tensors_can_take_the_route_of_cuda():
-    with FakeTensorMode(), as_on_cuda(), shapes_of_out_dtype():
+    with FakeTensorMode(), for_now(_wide_sums, AS_CUDA=True), shapes_of_out_dtype():
         peak, _ = stage(*SHAPE, workspace_bytes=WORKSPACE)
     hidden, dw32, _ = bytes_of(*SHAPE)
     assert hidden + dw32 < peak <= hidden + WORKSPACE + dw32
@@ -122,7 +123,7 @@ def test_one_chunk_or_frozen_weight_needs_no_float32_sum(dtype):
     logits, dw = tokens * vocab_size * dtype.itemsize, vocab_size * hidden_size * dtype.itemsize
     dx = tokens * hidden_size * dtype.itemsize
     slack = 64 * tokens + 4 * (1 << 10)
-    with FakeTensorMode(), as_on_cuda(), shapes_of_out_dtype():
+    with FakeTensorMode(), for_now(_wide_sums, AS_CUDA=True), shapes_of_out_dtype():
         peak, _ = stage(tokens, hidden_size, vocab_size, dtype)
         assert peak <= logits + dw + dx + slack
         peak, _ = stage(

@@ -8,8 +8,9 @@ import tiny
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hfpatch.lab.compat import for_now
+from hfpatch.ops import _wide_sums
 from hfpatch.ops._library import INTERPRET
-from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import (
     LinearLogProbOutput,
     linear_log_prob,
@@ -148,7 +149,7 @@ def test_stays_within_its_budget(outputs):
     loss op takes.
     """
     tokens, hidden_size, vocab_size, workspace = 4096, 512, 16032, 8 << 20
-    with FakeTensorMode(), as_on_cuda(), shapes_of_out_dtype():
+    with FakeTensorMode(), for_now(_wide_sums, AS_CUDA=True), shapes_of_out_dtype():
         hidden = torch.randn(1, tokens, hidden_size, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(vocab_size, hidden_size, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.zeros(1, tokens, dtype=torch.int64)

@@ -10,7 +10,7 @@ from transformers.integrations import integration_utils
 
 import hfpatch.trainer.loading
 from hfpatch.lab.hardware import GPUS
-from hfpatch.trainer import checks, data
+from hfpatch.trainer import arguments, checks, data
 
 
 @pytest.fixture
@@ -162,8 +162,8 @@ def test_unknown_flag_and_key(refused, tmp_path):
     refused(f"--seq_len: {tokens}", "--seq-len", "0")
     (tmp_path / "run.json").write_text('{"a": 1,}')
     refused("unknown key 'a'", str(tmp_path / "run.json"))
-    refused("must be YAML or JSON, got [Errno 2] No such file", str(tmp_path / "none.yaml"))
-    refused("train must be YAML or JSON, got [Errno 2] No such file", "train")
+    refused("cannot be read", str(tmp_path / "none.yaml"))
+    refused("the first argument must be a flag or a config file", "train")
 
 
 @pytest.mark.parametrize(
@@ -274,6 +274,16 @@ def test_a_model_that_cannot_be_planned_trains(refused, monkeypatch, capsys):
     with pytest.raises(AssertionError, match="a model was loaded"):
         refused("")
     assert "hfpatch: not planned: KeyError: 'layer_types'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [TypeError("in apply"), KeyError()])
+def test_a_bug_keeps_its_error_inside_trainer(error):
+    """What transformers raises for a flag is a sentence."""
+    with pytest.raises(ValueError, match="^hfpatch: transformers does not take these flags"):
+        with arguments.refusals():
+            raise error
+    with pytest.raises(type(error)), arguments.refusals():
+        hfpatch.planner.limits.flag(mock.Mock(side_effect=error))("a")
 
 
 def test_folder_of_another_run_is_left_alone(refused, run_train):

@@ -262,3 +262,8 @@ def test_mfu_counts_whole_rows():
     flops, work = counted_of_shared_rows(SHARED)
     assert 2 * flops == pytest.approx(work.flops(1, 24))
     assert 2 * work.flops(1, 12) < work.flops(1, 24)
+
+
+def test_features_of_no_text_are_not_counted():
+    """sentence-transformers gives pixels too, in one mapping."""
+    assert not Callback()._count(torch.nn.Linear(1, 1), ({"pixel_values": torch.ones(1)},), {})

@@ -87,6 +87,8 @@ def test_sharegpt_names(tokenizer):
     row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]}
     ids, learned = chat.encode(row, tokenizer)
     assert tokenizer.decode([t for t, on in zip(ids, learned) if on]) == "Yo</s>"
+    with pytest.raises(chat.BadRow, match="^'conversations' must be a list"):
+        chat.encode({"conversations": "Hi"}, tokenizer)
 
 
 def test_prompt_and_completion(tokenizer):

@@ -180,6 +180,18 @@ def test_nothing_is_left_and_a_process_that_trains_nothing_loads_nothing(tmp_pat
     )
 
 
+def test_what_needs_no_library_is_refused_before_any_loads(tmp_path):
+    """Libraries load for many seconds."""
+    (tmp_path / "broken.yaml").write_text("a: [")
+    script = (
+        "import sys; from hfpatch.cli.train import main; "
+        "print(*(main(words.split()) for words in sys.argv[1:]), 'torch' in sys.modules)"
+    )
+    files = f"train {tmp_path}/none.json {tmp_path}/broken.yaml".split()
+    _, out, err = execute(sys.executable, "-c", script, *files, "--model a --data b --max_steps -5")
+    assert out == "2 2 2 2 False\n" and "--max_steps must be -1 or more, got -5." in err
+
+
 def test_a_sitecustomize_that_was_there_runs_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['OF_THE_SITE'] = 'yes'\n")
     script = (

@@ -51,7 +51,7 @@ class Simulation:
             the device as they come.
         host_peak_bytes: host memory of the runtime, without files.
         whole: reasons why layers of a patched model run untiled -> number of layers.
-        rows: layers with a mixer, other than attention, that takes whole rows.
+        whole_row_layers: layers with a mixer, other than attention, that takes whole rows.
     """
 
     peak_bytes: int
@@ -63,7 +63,7 @@ class Simulation:
     flops: dict = field(default_factory=dict)
     attention_calls: dict = field(default_factory=dict)
     whole: dict = field(default_factory=dict)
-    rows: int = 0
+    whole_row_layers: int = 0
     ledger: Ledger = field(default=None, repr=False)
 
 
@@ -160,7 +160,7 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
     """
     with contextlib.ExitStack() as stack:
         if cuda:
-            stack.enter_context(_wide_sums.as_on_cuda())
+            stack.enter_context(for_now(_wide_sums, AS_CUDA=True))
             # These serve tiled layers and whole ones.
             stack.enter_context(for_now(heads, pick=lambda *_: "flash"))
             for user in (attention, why_whole):
@@ -344,7 +344,7 @@ def simulate(
         model.train(was_training)
     result = summarize(follower.ledger)
     result.whole = whole
-    result.rows = sum(not m._hfpatch.traits.all_timed for m in layers_in(model))
+    result.whole_row_layers = sum(not m._hfpatch.traits.all_timed for m in layers_in(model))
     if files:
         result.host_peak_bytes = 0
     return result
