@@ -94,6 +94,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     if "forward" in vars(stack):
         skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
+    # If documents could mix, the stack is patched all the same, to refuse them.
     if not found.ours and found.why_unpatched and found.isolates:
         skipped.append(("checkpointing", found.why_unpatched))
         return
@@ -105,6 +106,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         for layer, answer in zip(layers, found.answers):
             _swap_layer(layer, PatchedLayer, Patched(answer, configs))
         return
+    # From here on the stack is patched: with a replaced forward, only the layers stay stock.
     for layer in layers:
         if "forward" in vars(layer):
             skipped.append(("checkpointing", f"{type(layer).__name__}: {replaced_forward(layer)}"))

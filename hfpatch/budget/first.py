@@ -62,7 +62,8 @@ def first_policy(
     if whole or every > 1:
         keep = KEEPS["input"]
     one = rows * width * itemsize
-    # [Step 2] What the host cannot hold.
+    # [Step 2] What the host cannot hold. Not of hybrids: their layers keep states too, and those
+    # without attention no output, which this does not count.
     if place == "host" and host is not None and not chains:
         room = HOST_SHARE * host
         most = every
@@ -83,7 +84,7 @@ def first_policy(
                 f'{room / GiB:.1f} GiB are free to a rank. Leave every and keep "auto", pass a '
                 "directory as offload, or take fewer tokens."
             )
-    # [Step 3] Attention's backward takes all heads at once where that fits twice.
+    # [Step 3] Attention's backward takes all heads at once where twice these tensors fit.
     aim = settings.aim
     if (TENSORS + _tensors(every)) * one >= (free or 0):
         aim = "least"

@@ -4,8 +4,9 @@
     2  gate and up on the host too, in as many layers as the link has time for in a forward
     3  layers that keep all that autograd saves, with the memory that is left
 
-Every number is measured by the run itself (layer/meter.py). Bytes count per token, so what one
-length showed serves every other. Standard library only.
+The run itself measures these numbers (layer/meter.py), except UNTRIED and the rate of pinning, which
+are assumed. A Kind counts bytes per token, a Call has lines over lengths: so what one length showed
+serves every other. Standard library only.
 """
 
 from bisect import bisect_left, insort

@@ -28,8 +28,8 @@ class Rows:
 
     Attributes:
         documents: None where every row is one document.
-        real: the document starts among the visible tokens alone, and their number. None without
-            padding, or where padding is read.
+        real: the document starts among the visible tokens alone, and their number: all that layers
+            on one packed row need. None without padding, where padding is read, and with holes.
         holes: whether masked tokens lie between visible ones, or a loss reads those behind.
         blind_BT: tokens before a row's first visible one; None if their output is unread.
     """
@@ -149,50 +149,78 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     if known is None:  # every row is one document
         return Rows()
     mask_BT, positions_BT, idle_BT = known
-    all_BT = torch.ones(B, T, dtype=torch.bool, device="cpu")
-    visible_BT = all_BT if mask is None else mask_BT.bool()
+    visible_BT = None if mask is None else mask_BT.bool()
     # 3. Starts by the offsets or the positions.
     beside_a_mask = mask is not None or batch.cached or not padding
-    starts_BT = torch.zeros_like(all_BT)
-    starts_BT[:, 0] = True
-    if bounds is not None:
-        starts_BT.view(-1)[[n for n in bounds if n < B * T]] = True
-    elif positions is not None:
-        positions_BT = positions_BT.expand(B, T)
-        shown_BT = None if mask is None else visible_BT
-        starts_BT[:, 1:] |= _document_starts(positions_BT, shown_BT, beside_a_mask)
+    starts_BT = _starts(B, T, bounds, positions_BT, visible_BT, beside_a_mask)
     # 4. Padding: before the first visible token it is a document of its own.
     holes = False
     padding_is_read = False
     if mask is not None and padding:
-        front_BT = visible_BT.cumsum(1) == 0
-        back_BT = visible_BT.flip(1).cumsum(1).flip(1) == 0
-        starts_BT[:, 1:] |= front_BT[:, :-1] & ~front_BT[:, 1:]
-        # Where nobody knows what the loss reads, back padding makes no holes, and all padding counts
-        # as read.
-        unread_BT = all_BT if idle_BT is None else idle_BT.bool()
-        # A loss that reads padding counts what transformers' mask makes of it.
-        holes = not (visible_BT | front_BT | back_BT & unread_BT).all()
-        only_the_loss_reads = idle_BT is not None and not batch.watched
-        read_BT = ~unread_BT if only_the_loss_reads else all_BT
-        padding_is_read = bool((read_BT & ~visible_BT).any())
+        holes, padding_is_read = _padding(starts_BT, visible_BT, idle_BT, batch.watched)
     # 5. Chunks.
     if chunk is not None:
-        at = torch.arange(T, device="cpu")
-        index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
-        if positions is not None and not beside_a_mask and starts_BT[:, 1:].any():
-            # If transformers finds documents, it counts chunks by their positions, which may begin
-            # at any number.
-            index_BT = positions_BT
-        starts_BT |= index_BT % chunk == 0
+        starts_BT |= _chunks(starts_BT, None if beside_a_mask else positions_BT, chunk)
     # 6. Rows that may run without their padding, and those that begin with padding that is read.
     documents = _from_bounds(_bounds(starts_BT.view(-1)), B, T, batch.device)
-    alone = padding and not (holes or padding_is_read or visible_BT.all())
-    real = _bounds(starts_BT[visible_BT]) if alone else None
+    real = None
+    if mask is not None and padding and not (holes or padding_is_read or visible_BT.all()):
+        real = _bounds(starts_BT[visible_BT])
     blind_BT = None
     if padding_is_read and not visible_BT[:, 0].all():
         blind_BT = mask.bool().cumsum(1) == 0
     return Rows(documents, real, holes, blind_BT)
+
+
+def _starts(
+    B: int,
+    T: int,
+    bounds: list[int] | None,
+    positions_BT: Tensor | None,
+    visible_BT: Tensor | None,
+    beside_a_mask: bool,
+) -> Tensor:
+    """[B, T] of bool: where documents start, by the caller's offsets, or else by the positions."""
+    starts_BT = torch.zeros(B, T, dtype=torch.bool, device="cpu")
+    starts_BT[:, 0] = True
+    if bounds is not None:
+        starts_BT.view(-1)[[n for n in bounds if n < B * T]] = True
+    elif positions_BT is not None:
+        positions_BT = positions_BT.expand(B, T)
+        starts_BT[:, 1:] |= _document_starts(positions_BT, visible_BT, beside_a_mask)
+    return starts_BT
+
+
+def _padding(
+    starts_BT: Tensor, visible_BT: Tensor, idle_BT: Tensor | None, watched: bool
+) -> tuple[bool, bool]:
+    """Sets a start at each row's first visible token. Returns whether the mask has holes, and whether
+    something may read outputs of padding.
+
+    If a loss reads padding, its values must be transformers', so it counts as a hole.
+    """
+    front_BT = visible_BT.cumsum(1) == 0
+    back_BT = visible_BT.flip(1).cumsum(1).flip(1) == 0
+    starts_BT[:, 1:] |= front_BT[:, :-1] & ~front_BT[:, 1:]
+    # Where nobody knows what the loss reads, back padding makes no holes, and all padding counts as
+    # read.
+    all_BT = torch.ones_like(visible_BT)
+    unread_BT = all_BT if idle_BT is None else idle_BT.bool()
+    holes = not (visible_BT | front_BT | back_BT & unread_BT).all()
+    only_the_loss_reads = idle_BT is not None and not watched
+    read_BT = ~unread_BT if only_the_loss_reads else all_BT
+    return holes, bool((read_BT & ~visible_BT).any())
+
+
+def _chunks(starts_BT: Tensor, positions_BT: Tensor | None, chunk: int) -> Tensor:
+    """Where chunks of documents start: [B, T] of bool. positions_BT: None beside a mask or a cache."""
+    if positions_BT is not None and starts_BT[:, 1:].any():
+        # If transformers finds documents, it counts chunks by their positions, which may begin at
+        # any number.
+        return positions_BT % chunk == 0
+    at = torch.arange(starts_BT.shape[1], device="cpu")
+    index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
+    return index_BT % chunk == 0
 
 
 def _on_host(*given: Tensor | None) -> list[Tensor | None] | None:

@@ -26,7 +26,9 @@ from hfpatch.context.ranks import (
 from hfpatch.layer.why_whole import first
 from hfpatch.store.device import on_host
 
-FEW = 1 << 14  # tokens that run untiled at no great cost: their mask takes at most 256 MiB
+# The most tokens of a batch that runs untiled until a backward has shown that nothing reads padding.
+# It costs little there: their mask takes at most 256 MiB.
+FEW = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,12 @@ class Given:
         probabilities: the caller asks for attention's probabilities.
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
-        watched: beside a mask, other code may read outputs.
-        behind: it may read those of padding behind a row.
-        reads: those must be transformers' own: the layers are, or code reads them, or nothing has
-            shown that none does and the tokens are few.
+        watched: there is a [B, T] mask, and code other than the loss may read outputs, or what the
+            loss reads is unknown.
+        behind: watched, and some row ends in padding.
+        reads: outputs there must equal transformers': the layers are transformers' own, or a
+            gradient reached padding, or no backward has shown yet whether one does and the batch
+            has at most FEW tokens.
         sequence: the ranks that share the rows, or None.
     """
 

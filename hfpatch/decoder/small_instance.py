@@ -1,5 +1,5 @@
-"""A scaled-down instance of a decoder stack: the same class, a few thousand parameters, one layer
-of each kind.
+"""A scaled-down instance of a decoder stack: the same class, at most 5M parameters, and the first
+layers until every kind occurred (one of each kind if those are more than 16).
 """
 
 import copy

@@ -37,12 +37,12 @@ from hfpatch.ops import experts
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
 from hfpatch.store.disk import PIECE
-from hfpatch.store.transfers import Transfers
 
 # The host's time of one launch.
 LAUNCH_SECONDS = 15e-6
-UP = "copies to the host"
-DOWN = "copies to the device"
+TO_HOST = "copies to the host"
+TO_DEVICE = "copies to the device"
+COPIES = "copies in both directions"
 EXCHANGES = "exchanges"
 # (GPU, whether its own kernels run) -> key of an operation -> Work
 _WORKS: dict = {}
@@ -64,8 +64,8 @@ class ClockDevice(Device):
 
     Attributes:
         follower: the Follower of the step that this device times.
-        carried: UP, DOWN or EXCHANGES -> bytes over that link.
-        waited: UP (copies in both directions) or EXCHANGES -> seconds that compute waits for them.
+        carried: TO_HOST, TO_DEVICE or EXCHANGES -> bytes over that link.
+        waited: COPIES or EXCHANGES -> seconds that compute waits for them.
     """
 
     pins = True
@@ -107,7 +107,7 @@ class ClockDevice(Device):
     def wait(self, event: Event, stream=None) -> None:
         stream = stream or self.current()
         if stream is self.compute and event.stream is not stream:
-            what = EXCHANGES if event.stream is self.peers else UP
+            what = EXCHANGES if event.stream is self.peers else COPIES
             self.waited[what] += max(0.0, event.time - max(stream.now, self.host))
         stream.now = max(stream.now, event.time)
 
@@ -134,12 +134,12 @@ class ClockDevice(Device):
         for begin in range(0, nbytes, PIECE):
             piece = min(PIECE, nbytes - begin)
             self.host += LAUNCH_SECONDS
-            if direction == UP:
+            if direction == TO_HOST:
                 self._held_up(drive.write_bounces[0])
-                drive.write(self._carry(piece, UP), piece)
+                drive.write(self._carry(piece, TO_HOST), piece)
             else:
                 ready = drive.read(self.host, piece)
-                drive.read_bounces.append(self._carry(piece, DOWN, ready))
+                drive.read_bounces.append(self._carry(piece, TO_DEVICE, ready))
 
     def _carry(self, nbytes: int, direction: str, ready: float = 0.0) -> float:
         """Takes bytes over the link, from the time `ready` on. Copies in one direction share the
@@ -157,7 +157,7 @@ class ClockDevice(Device):
         began = max(self.compute.now, self.host)
         self.host = max(self.host, until)
         if until > began:
-            self.waited[UP] += until - began
+            self.waited[COPIES] += until - began
             self.compute.now = until
 
     def exchange(self, nbytes: float) -> Event:
@@ -207,14 +207,14 @@ class ClockFollower(Follower):
         return (flops + TAIL_SHARE * block) * attention_ramp(keys) / gpu.attention_backward
 
     def _direction(self, func, args) -> str | None:
-        """UP or DOWN for a copy between host and device, else None."""
+        """TO_HOST or TO_DEVICE for a copy between host and device, else None."""
         if func is not torch.ops.aten.copy_.default:
             return None
         blocks = [self._refs[id(x.untyped_storage())][1] for x in args[:2]]
         to_host, from_host = (self.ledger.blocks[index].host for index in blocks)
         if to_host == from_host:
             return None
-        return UP if to_host else DOWN
+        return TO_HOST if to_host else TO_DEVICE
 
     def _moved(self, nbytes: int, work: Work | None = None, direction: str | None = None) -> None:
         super()._moved(nbytes)
@@ -265,7 +265,6 @@ def run_on_clock(
         # Host memory has no pages.
         for_now(devices, host_empty=lambda nbytes, mapped: host_empty(nbytes, False)),
         for_now(LoneRank, all_to_all=all_to_all),
-        for_now(Transfers, late=disk),
         for_now(experts, _major=lambda _: gpu.major),
         for_now(LayerRuntime, _say=lambda *_: None, meter_of=meter_of),
     )

@@ -47,9 +47,9 @@ class StepMeter(Meter):
     Attributes:
         able: what the layers can do.
         gradients: bytes of those of all layers.
-        ahead: bytes per token that the sources of copies may take while a tiled layer runs, and
-            while one that keeps all does; None: those of two layers, and the room of gradients, which
-            come after the forward.
+        ahead: a pair: bytes per token that the sources of copies may take while a tiled layer runs,
+            and while one that keeps all does; None: those of two layers, and the room of gradients,
+            which come after the forward.
     """
 
     def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: tuple):
@@ -71,13 +71,13 @@ class StepMeter(Meter):
             plan.ahead = self.ahead[0] * rows
         return first
 
-    def layer(self, index: int, kind: str | None, waiting: int) -> bool:
-        keeps_all = super().layer(index, kind, waiting)
+    def layer_begins(self, index: int, kind: str | None, waiting: int) -> bool:
+        keeps_all = super().layer_begins(index, kind, waiting)
         if keeps_all and self.ahead[1] is not None:
             self.step.forward.room = min(self.step.forward.room, self.ahead[1] * self.step.rows)
         return keeps_all
 
-    def backward(self, step, keeps_all: bool = False) -> Counters:
+    def layer_backward_begins(self, step, keeps_all: bool = False) -> Counters:
         if step.backward.began is not None:
             self.gauge.missing = self.gradients - self.own
-        return super().backward(step, keeps_all)
+        return super().layer_backward_begins(step, keeps_all)

@@ -13,7 +13,7 @@ from hfpatch.attention import heads
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import ALL, Checkpointing
-from hfpatch.lab.clock import DOWN, EXCHANGES, UP, run_on_clock
+from hfpatch.lab.clock import COPIES, EXCHANGES, TO_DEVICE, TO_HOST, run_on_clock
 from hfpatch.lab.compat import for_now
 from hfpatch.lab.device import one_line
 from hfpatch.lab.hardware import Gpu
@@ -29,8 +29,8 @@ from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
 # The most operations of a simulated step (or one a token, if that is more). Code that loops over
 # single tokens exceeds it.
 OPERATIONS = 400_000
-FREE = (None, None)  # the sources of copies have all the room that a run gives them
-LONG = 6  # tiles of a row beyond which a step is carried on from shorter rows
+FREE = (None, None)  # `ahead`: the sources of copies have all the room that a run gives them
+LONG = 6  # tiles of a batch beyond which a step is carried on from shorter rows
 # Longer rows are carried on from rows of at least three tiles, because in backward the first tile
 # finds no sums of gradients and the last tile no states, and of at least LEAST tokens.
 LEAST = 12288  # tokens: below, the embedding's backward and the loss go other ways
@@ -54,12 +54,13 @@ class Cost:
         host: bytes of checkpoints on the host.
         seconds: of kernels and waits, by part.
         forward, backward: seconds of the two passes.
-        up, down: bytes over the host link.
+        up, down: bytes over the host link, to the host and to the device.
         flops, model: FLOPs, and those of the usual convention, without recomputation.
         whole: reason -> number of layers that run untiled for it.
-        rows: number of layers with a mixer that takes whole rows.
-        stands, loss, after, tiled, passed: what layer/meter.py measured of the step (budget.measured
-            .Call); passed: seconds of the layers' forward. exact: `tiled` was the step's peak.
+        whole_row_layers: number of layers with a mixer that takes whole rows.
+        stands, loss, after, tiled: bytes that layer/meter.py measured of the step
+            (budget.measured.Call). exact: `tiled` was the step's peak.
+        layers_forward: seconds of the layers' forward, as measured there.
         kinds: of a few layers, able: what they can do.
     """
 
@@ -73,20 +74,20 @@ class Cost:
     flops: float
     model: float
     whole: dict
-    rows: int
+    whole_row_layers: int
     stands: float = 0.0
     loss: float = 0.0
     after: float = 0.0
     tiled: float = 0.0
-    passed: float = 0.0
+    layers_forward: float = 0.0
     exact: bool = False
     kinds: tuple = ()
     able: Abilities | None = None
 
 
 # Fields of a Cost that grow with the layers.
-COUNTED = ("host", "forward", "backward", "up", "down", "flops", "model", "rows")
-MEASURED = ("stands", "loss", "after", "tiled", "passed")
+COUNTED = ("host", "forward", "backward", "up", "down", "flops", "model", "whole_row_layers")
+MEASURED = ("stands", "loss", "after", "tiled", "layers_forward")
 
 
 class _Ran(NamedTuple):
@@ -125,8 +126,8 @@ class Steps:
         """The cost of a step of rows of `tokens` tokens (of one rank), under a Checkpointing or a
         word for layers that run untiled.
 
-        ahead: as of lab.step_meter.StepMeter. deep: False for what a meter
-            reads of the step alone, which the fewest layers tell.
+        ahead: as of lab.step_meter.StepMeter, a pair. deep: False simulates the fewest layers, enough
+            for what a meter reads.
         """
         if not self.carried_on(tokens, policy):
             return self._of_all_layers(tokens, policy, None, ahead, deep)
@@ -141,7 +142,8 @@ class Steps:
         shorter = [n * policy.tile // self.batch for n in (first, first + 1, first + 2)]
         step = partial(self._of_all_layers, policy=policy, width=width, ahead=ahead, deep=deep)
         steps = [step(n) for n in shorter[:2]]
-        if steps[0].rows:  # a mixer of whole rows may hold a mask, whose bend takes a third length
+        # A mixer of whole rows may hold a mask, whose bend takes a third length.
+        if steps[0].whole_row_layers:
             steps.append(step(shorter[2]))
         table = sizes.embedding if self.batch == 1 else (0, 0)
         return _carried_on(steps, shorter[: len(steps)], tokens, table)
@@ -169,6 +171,7 @@ class Steps:
             room = ahead if plain else (ahead[0], None)
             return self._ran(tokens, width, room, policy, layers, plain)
 
+        # Layers that run untiled are all of one sort.
         if not isinstance(policy, Checkpointing):
             depth, period = self.model.depths()
             base = run(policy, depth)
@@ -189,19 +192,21 @@ class Steps:
             kept_here = (plain - 1) % period + 1 if plain else 0
             depth = min(L, shallow + (period if plain else 0))
 
-        # [Step 2] The base step.
+        # [Step 2] The base step: some layers of each sort. They are enough for a meter, unless
+        # checkpoints stay on the device, where each layer adds its own.
         base = run(full, depth, kept_here)
         if not deep and policy.offload != "gpu":
             found = self._cost_of(base, [])
             host = found.host * L // max(1, depth - kept_here)  # at most
-            return replace(found, host=host, passed=found.passed * L / depth)
+            forward = found.layers_forward * L / depth
+            return replace(found, host=host, layers_forward=forward)
         if depth == L:
             if again:
                 base = run(replace(full, keep=policy.keep), depth, kept_here)
             return self._cost_of(base, [])
 
-        # [Step 3] What the other layers add. A tiled layer takes the same bytes and seconds beside
-        # others that keep everything.
+        # [Step 3] What the layers add that the base step lacks: (a step, a deeper one, how often). A
+        # tiled layer takes the same bytes and seconds beside others that keep everything.
         grow = []
         tiled = L - depth - (plain - kept_here)
         deeper = shallow + period
@@ -275,7 +280,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
     forward = follower.begins["backward"] - follower.begins["forward"]
     backward = clock.compute.now - follower.begins["backward"]
 
-    seconds = Counter({"copy_wait": clock.waited[UP], "exchange": clock.waited[EXCHANGES]})
+    seconds = Counter({"copy_wait": clock.waited[COPIES], "exchange": clock.waited[EXCHANGES]})
     for (phase, part), spent in follower.parts.items():
         seconds[part] += spent if phase != "setup" else 0.0
     seconds["python_wait"] = max(0.0, forward + backward - sum(seconds.values()))
@@ -294,7 +299,8 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
     numbers = Counter({
         "kept": kept_bytes(found.ledger), "trained": trained_bytes_of(model),
         "host": found.host_peak_bytes - streamed, "forward": forward, "backward": backward,
-        "up": clock.carried[UP], "down": clock.carried[DOWN], "rows": found.rows,
+        "up": clock.carried[TO_HOST], "down": clock.carried[TO_DEVICE],
+        "whole_row_layers": found.whole_row_layers,
         "model": (2 if asked.adapters else 3) * (inside + products) + once,
         "flops": sum(matmul.values()) + sum(attention.values()),
     })  # fmt: skip
@@ -308,7 +314,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
         call = step.call
         for name in ("stands", "loss", "after", "tiled"):
             numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
-        numbers["passed"] = step.forward.clocks[1] - step.forward.clocks[0]
+        numbers["layers_forward"] = step.forward.clocks[1] - step.forward.clocks[0]
         measured = {"exact": step.backward.exact, "kinds": tuple(call.kinds), "able": meter.able}
     bottom = sum(trained_bytes_of(m) for m in layers_of(model)[: asked.first + asked.period])
     bottom += trained_bytes_of(model.get_input_embeddings())
@@ -329,13 +335,14 @@ def onward(x: float, y: float, z: float, beyond: float, bends: bool) -> float:
 
 
 def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
-    """The cost at `tokens`, from two or three shorter lengths. Bytes and seconds grow
-    linearly, attention's seconds and all FLOPs have a square too. A mixer
-    of whole rows may hold a mask of [tokens, tokens], whose bytes grow quadratically.
+    """The cost at `tokens`, from two or three shorter lengths, a tile apart. Bytes and seconds grow
+    linearly, attention's seconds and all FLOPs have a square too. A mixer of whole rows may hold a
+    mask of [tokens, tokens], whose bytes grow quadratically.
 
     table: the embedding's shape. Its backward has partial sums of as many rows as tokens, up to the
     vocabulary.
     """
+    # [Step 1] The last two lengths, b and c, and the one before, a. With two lengths `a is b`.
     vocabulary, width = table
     full = 4 * width * max(0, tokens - max(vocabulary, lengths[-1]))
     a = costs[0]
@@ -345,7 +352,9 @@ def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     beyond = (tokens - three) / tile
 
     def further(x, y, z) -> int:
-        return round(onward(2 * y - z if a is b else x, y, z, beyond, bool(c.rows)))
+        # Without a third length, the one before is taken to lie on the same line.
+        x = 2 * y - z if a is b else x
+        return round(onward(x, y, z, beyond, bool(c.whole_row_layers)))
 
     def straight(y, z) -> float:
         return z + beyond * max(0.0, z - y)
@@ -354,6 +363,7 @@ def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
         square = (y / three - x / two) / tile
         return (x / two - square * two) * tokens + square * tokens**2
 
+    # [Step 2] The peaks, by name. One that a shorter step lacks does not grow.
     before = {m.name: m.beyond for m in a.moments}
     between = {m.name: m.beyond for m in b.moments}
     moments = []
@@ -363,15 +373,17 @@ def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
         if "embedding_dense_backward" in m.name:
             grown -= full
         moments.append(m._replace(beyond=grown))
+    # [Step 3] FLOPs and bytes.
     fields = {n: curve(getattr(b, n), getattr(c, n)) for n in ("flops", "model")}
     for n in ("host", "up", "down", "stands", "loss", "after", "tiled"):
         fields[n] = further(getattr(a, n), getattr(b, n), getattr(c, n))
+    # [Step 4] Seconds by part, and the passes, which grow as their sum does.
     seconds = {}
     for part, spent in c.seconds.items():
         way = straight if part in ("copy_wait", "python_wait") else curve
         seconds[part] = way(b.seconds[part], spent)
     share = sum(seconds.values()) / sum(c.seconds.values())
-    fields |= {n: share * getattr(c, n) for n in ("forward", "backward", "passed")}
+    fields |= {n: share * getattr(c, n) for n in ("forward", "backward", "layers_forward")}
     return replace(c, moments=tuple(moments), seconds=seconds, **fields)
 
 

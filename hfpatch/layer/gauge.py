@@ -1,4 +1,6 @@
-"""The caching allocator's counters of a CUDA device, all read on the host without waiting."""
+"""A CUDA device's counters, read on the host without waiting. All but `host` are the caching
+allocator's.
+"""
 
 from dataclasses import dataclass
 

@@ -37,7 +37,7 @@ def measured(step, layer):
     if step is None:
         yield
         return
-    before = step.meter.backward(step)
+    before = step.meter.layer_backward_begins(step)
     index = layer._hfpatch.index
     kind = step.meter.kinds.get(step.forward.kinds[index], Kind())
     _running.now = step, kind, Counter()
@@ -45,7 +45,7 @@ def measured(step, layer):
         yield
     finally:
         _running.now = None
-        step.meter.backed(step, before, step.first == index)
+        step.meter.layer_backward_ended(step, before, step.first == index)
 
 
 def unmeasured(outputs) -> None:
@@ -72,7 +72,7 @@ def whole_graph(step, layer, x):
     """The same for a layer that is checkpointed whole, whose backward begins."""
     if step is None:
         return unmeasured
-    step.meter.backward(step)
+    step.meter.layer_backward_begins(step)
     kind = step.meter.kinds.get(step.forward.kinds[layer._hfpatch.index], Kind())
     if "whole" in kind.parts:
         return unmeasured

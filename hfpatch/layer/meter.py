@@ -1,7 +1,8 @@
 """Measures a model's steps, and decides from that which layers of the next one keep everything.
 
-All counters are the caching allocator's own, on the host: reading them waits for nothing. They are
-read where bytes change hands, and never reset, because torch's peak belongs to the user:
+All counters but `host` (gauge.py) are the caching allocator's own. They are read on the host, which
+waits for nothing, where bytes change hands. They are never reset, because torch's peak belongs to
+the user:
 
     a layer's forward begins      what the layer before kept, if it keeps all
     the last one's forward ends   what stands then
@@ -91,7 +92,7 @@ class Meter:
         if not step.over:
             step.last = now
         if step.backward.top:
-            self._tiled(step, None)
+            self._note_tiled_peak(step, None)
         clocks = step.forward.clocks
         took = seconds_between(*clocks) if len(clocks) == 2 else None
         # Registering host memory with the driver takes longer than the forward.
@@ -114,10 +115,12 @@ class Meter:
             self.why = "memory ran out"
             names = [kind for kind, ran in zip(step.forward.kinds, step.ran) if ran]
             kept = sum(self.kinds[name].cost for name in names) * step.rows
-            reached = step.planned if kept else step.limit
-            # what was planned is too much by a tenth of the card, or by half of what was kept
-            less = max(UNSURE * self.card, kept / 2)
-            more = step.limit - step.plan.share * self.card - reached + less
+            # Plans reach `limit - share - reserve` at most. The reserve is set so that the next one
+            # reaches `planned_peak - cut`: this step's was too much by a tenth of the card, or by
+            # half of what layers kept.
+            planned_peak = step.planned if kept else step.limit
+            cut = max(UNSURE * self.card, kept / 2)
+            more = step.limit - step.plan.share * self.card - planned_peak + cut
             if not kept and step.rows:
                 self.tile_most = max(TILES[0], step.plan.policy.tile // 2)
         self.reserve = max(self.reserve, int(more))
@@ -196,7 +199,7 @@ class Meter:
         """
         return self.step.plan.keeps_all[index] and self.kinds.get(kind, Kind()).kept is None
 
-    def layer(self, index: int, kind: str | None, waiting: int) -> bool:
+    def layer_begins(self, index: int, kind: str | None, waiting: int) -> bool:
         """A layer's forward begins. Returns whether it keeps all.
 
         waiting: bytes of the sources of copies, which are freed when their memory is needed.
@@ -204,7 +207,7 @@ class Meter:
         step = self.step
         now = step.last = self._read()
         solid = now.allocated - waiting
-        self._ends(solid)
+        self._note_kept(solid)
         if not step.forward.clocks:
             step.forward.clocks.append(self.gauge.clock())
         step.forward.kinds[index] = kind
@@ -246,8 +249,8 @@ class Meter:
         step.forward.room = max(0, int(min(ahead, left, below_peak)))
         return True
 
-    def _ends(self, solid: int) -> None:
-        """The layer that ran last, if it keeps all, has ended."""
+    def _note_kept(self, solid: int) -> None:
+        """Notes what the layer that ran last has kept, if it keeps all."""
         step = self.step
         if step.forward.open is None:
             return
@@ -259,11 +262,11 @@ class Meter:
             self.kinds[name].kept = kept / step.rows
         step.forward.kept += kept
 
-    def ended(self) -> None:
+    def forward_ended(self) -> None:
         """The forward of the last layer has ended; no copy's source is left."""
         step = self.step
         now = step.forward.ends = step.last = self._read()
-        self._ends(now.allocated)
+        self._note_kept(now.allocated)
         call = step.call
         call.kinds = list(step.forward.kinds)
         call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
@@ -273,10 +276,10 @@ class Meter:
     # -- backward ----------------------------------------------------------------------------------
     def backward_keeping_all(self, step: Step, index: int, _grad) -> None:
         """Tensor hook: the backward of a layer that keeps all begins."""
-        self.backward(step, keeps_all=True)
+        self.layer_backward_begins(step, keeps_all=True)
         step.over = step.over or index == step.first
 
-    def backward(self, step: Step, keeps_all: bool = False) -> Counters:
+    def layer_backward_begins(self, step: Step, keeps_all: bool = False) -> Counters:
         """A layer's backward begins."""
         now = self._read()
         if step.backward.within and now.peak > step.last.peak:
@@ -286,11 +289,11 @@ class Meter:
         step.backward.within = not keeps_all
         if step.backward.began is None and step.forward.ends is not None:
             step.backward.began = now
-            self._loss(step, now)
+            self._note_loss(step, now)
         return now
 
-    def _loss(self, step: Step, now: Counters) -> None:
-        """What was allocated at most between the layers' forward and their backward."""
+    def _note_loss(self, step: Step, now: Counters) -> None:
+        """Notes what was allocated at most between the layers' forward and their backward."""
         call = step.call
         ends = step.forward.ends
         stood = max(0, now.allocated - ends.allocated)
@@ -304,7 +307,7 @@ class Meter:
                 most = min(most, 3 * stood + 2 * LOSS_WORKSPACE)
         call.loss.put(step.rows, max(most, stood))
 
-    def backed(self, step: Step, before: Counters, first: bool) -> None:
+    def layer_backward_ended(self, step: Step, before: Counters, first: bool) -> None:
         """A tiled layer's backward has ended. first: it was the first layer's."""
         now = step.last = self._read()
         step.backward.within = False
@@ -314,10 +317,12 @@ class Meter:
         elif not step.backward.exact:
             step.backward.top = max(step.backward.top, now.allocated, before.allocated)
         if first:
-            self._tiled(step, now)
+            self._note_tiled_peak(step, now)
 
-    def _tiled(self, step: Step, now: Counters | None) -> None:
-        """The backward of the first layer has ended; now: the counters, None if it was not seen."""
+    def _note_tiled_peak(self, step: Step, now: Counters | None) -> None:
+        """Notes the most bytes in the backward of tiled layers, as that of the first layer has ended.
+        now: the counters, None if that end was not seen.
+        """
         call = step.call
         base = step.base.allocated
         top = step.backward.top

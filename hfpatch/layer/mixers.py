@@ -51,7 +51,7 @@ class Mixer:
         configs, batch: as for context.current.our_attention.
         bounds: where documents start and end in the flattened B*T tokens; None if every row is one
             document.
-        gradients: the layer.weight_gradients.WeightGradients of a backward.
+        gradients: the layer.weight_gradients.WeightGradients that a backward adds to, a list.
         time: the layer.time_tiles.TimeTiles if the mixer runs in tiles through time, else None.
     """
 
@@ -81,7 +81,7 @@ class Mixer:
         return self.bounds is not None or self._in_time(T)
 
     def _in_time(self, T: int) -> bool:
-        return self.time is not None and self.time.cuts(self, T)
+        return self.time is not None and self.time.is_cut(self, T)
 
     def call(self, x: Tensor, rows: slice, a: int, b: int, states=None) -> Tensor:
         """The mixer's output for tokens a to b of `rows`.
@@ -128,8 +128,8 @@ class Mixer:
         return torch.cat(outs, 1).view(-1, T, *outs[0].shape[2:])
 
     def backward(self, x_BTD: Tensor, dout_BTD: Tensor, into: Tensor) -> None:
-        """Writes the input's gradient to `into`, which may be x_BTD. Autograd adds to the weights'
-        gradients, a document at a time.
+        """Writes the input's gradient to `into`, which may be x_BTD. The weights' gradients are added
+        to those in `gradients`, a document at a time.
         """
         T = x_BTD.shape[1]
         if self._in_time(T):

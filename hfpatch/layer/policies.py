@@ -50,7 +50,7 @@ class Shape:
     """What was decided for batches of one shape.
 
     Attributes:
-        first: the policy of its first step.
+        first: the policy where nothing is measured; `_grow` starts from it.
         policy: of its current or last step.
         steps: of ranks that decide alike, so far; agreed: what they decided last.
     """
@@ -97,11 +97,17 @@ class Policies:
     def policy(
         self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False
     ) -> Checkpointing:
-        """The policy for this batch shape.
+        """The policy for this batch shape. Decides it where that is due: opens the queue of a new
+        shape's copies, starts the meter's step if the stack has not, and prints a policy that
+        changed.
 
-        whole: the layer cannot be tiled; sequence: the ranks that share its rows
-        (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
-        hold what the settings demand.
+        Args:
+            whole: the layer cannot be tiled.
+            sequence: the ranks that share its rows (parallel.exchange.Sequence), which all choose
+                alike.
+
+        Raises:
+            ValueError: the host cannot hold what the settings demand.
         """
         device = x_BTD.device
         self.sequence = sequence
@@ -120,7 +126,7 @@ class Policies:
             return _unkept(tile=tile)
         if meter is not None and meter.step is None:  # a user calls a layer
             meter.begin()
-        # [Step 1] The first policy of a new shape. A forked process has no queues.
+        # [Step 1] The first policy of a new shape. Also after close(), or in a copied process.
         if shape is None or (device, shape.policy.offload) not in self.queues:
             first = self._opened(layer, x_BTD, longest, whole)
             shape = self.shapes[key] = Shape(first, first)
@@ -171,7 +177,11 @@ class Policies:
         return None if whole else tensor_parallel_group(layer)
 
     def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Checkpointing:
-        """The first policy of a shape: what is sure to be little."""
+        """The first policy of a shape: what is sure to be little.
+
+        If even that does not fit, frozen weights move to the host first, where they may, and the
+        policy is chosen again.
+        """
         settings = self._settings(x, layer)
         meter = self.meter_of(x.device)
         free = [meter and meter.free(), self._host_free()]
@@ -185,13 +195,22 @@ class Policies:
         )  # fmt: skip
         short = free[0] is not None and step_bytes(policy, **sizes) > free[0]
         alone = not (whole or is_sharded(layer)) and group is None and self.sequence is None
-        asked = settings.frozen_weights == "auto" and not self.weights.on
-        if short and alone and asked and meter.trained and frozen_tables(layer):
-            self.weights.on = True
-            self.shapes.clear()  # those of other lengths may let layers keep everything
-            self.weights_to_host(self.owner(), x.device)
+        if short and alone and self._stream_weights(layer, meter, x.device):
             return self._resolve(layer, T, x, whole, group)
         return policy
+
+    def _stream_weights(self, layer: nn.Module, meter: Meter, device: torch.device) -> bool:
+        """Moves all layers' frozen weights to the host, if the user leaves their place to hfpatch and
+        the model trains something else. Returns whether it did. All shapes are then decided anew:
+        those of other lengths may let layers keep everything.
+        """
+        asked = self.checkpointing.frozen_weights == "auto" and not self.weights.on
+        if not (asked and meter.trained and frozen_tables(layer)):
+            return False
+        self.weights.on = True
+        self.shapes.clear()
+        self.weights_to_host(self.owner(), device)
+        return True
 
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
@@ -274,7 +293,7 @@ class Policies:
             self._settle(0)
         transfers = [queue.transfers for queue in self.queues.values()]
         waiting = sum(t.unsettled_bytes + sum(n for _, n, _ in t.copied) for t in transfers)
-        planned = meter.layer(index, kind, waiting)
+        planned = meter.layer_begins(index, kind, waiting)
         self._settle(meter.step.forward.room)
         return planned if self.checkpointing.plain == "auto" else dictated
 
@@ -285,7 +304,7 @@ class Policies:
         self._settle(0)
         meter = self.meters.get(device)
         if meter is not None and meter.step is not None:
-            meter.ended()
+            meter.forward_ended()
 
     def _layers(self) -> list[nn.Module]:
         """The layers that share this runtime."""

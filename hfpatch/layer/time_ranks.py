@@ -72,7 +72,7 @@ class RankTiles(TimeTiles):
                     self.tos[len(found)] = self.sequence.owner(chunk + 1)
         return found
 
-    def cuts(self, mixer, t: int) -> bool:
+    def is_cut(self, mixer, t: int) -> bool:
         """Always true: documents may begin or end on other ranks."""
         return True
 

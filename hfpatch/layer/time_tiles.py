@@ -24,8 +24,8 @@ from hfpatch.store.transfers import Saved, Transfers
 # exact too, but round differently from whole rows: float32 differs by 2e-3 where 2e-6 is usual.
 CHUNK = 64
 SHORTEST = 2  # tokens: a single token with states takes the kernels of generation
-# The number of tiles whose first states may be in transfer to the offload tier at once. The copy of
-# the layer's input began before them, and this many tiles hide it.
+# How many tiles' first states may be on their way to the offload tier at once. The copy of the
+# layer's input began before them, and this many tiles hide it.
 UNDER_WAY = 4
 
 
@@ -79,7 +79,7 @@ class TimeTiles:
         """The index, in the batch's rows, of token `a` of x."""
         return a
 
-    def cuts(self, mixer, T: int) -> bool:
+    def is_cut(self, mixer, T: int) -> bool:
         """Whether some document is longer than a tile."""
         return not all(first for *_, first in self.pieces(mixer, T))
 
@@ -93,7 +93,7 @@ class TimeTiles:
             states = self._handed_on(states, index, begins)
             if self.transfers is not None:
                 self._keep(states, len(pieces), buffers)
-                self.transfers.settle(under_way=UNDER_WAY)
+                self.transfers.settle(recent=UNDER_WAY)
             y, states = self._run(mixer, x_BTD[rows, a:b], (rows, a, b), index, states)
             if out is None:
                 out = y.new_empty(*x_BTD.shape[:2], *y.shape[2:])
@@ -104,7 +104,7 @@ class TimeTiles:
 
     def backward(self, mixer, x_BTD: Tensor, dout_BTD: Tensor, into_BTD: Tensor) -> None:
         """Writes the input's gradient to into_BTD, which may be x_BTD or dout_BTD, or None if
-        nothing wants it. Autograd adds to the weights' gradients.
+        nothing wants it. The weights' gradients are added to those in `mixer.gradients`.
         """
         pieces = self.pieces(mixer, dout_BTD.shape[1])
         dafter = self._handed_back({}, len(pieces))

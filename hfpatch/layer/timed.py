@@ -1,8 +1,9 @@
-"""A layer without attention, tile by tile through time.
+"""A layer without attention, tile by tile through time. Also a layer that mixes no tokens at all.
 
 Such a layer is itself a mixer (mixers.py): a tile needs only its own tokens and the last states of
-the tile before. So only its input and output have whole rows. The store keeps its input and the
-first states of its tiles. Backward runs the tiles in reverse.
+the tile before, if there are states. So only its input and output have whole rows. The store keeps
+its input and the first states of its tiles. Backward runs the tiles in reverse. Where `in_time`
+declines a call, the layer runs as others do (call.py).
 """
 
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ class TimedCall(LayerCall):
         super().release()
         self.mixer = self.time = None
 
-    def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
-        if where is not None:
+    def run_forward(self, x_BTD: Tensor, keeping: str | None) -> list[Tensor]:
+        if keeping is not None:
             self.time.transfers = self.queue.transfers
             self.x = self.time.saved = self.queue.transfers.save(x_BTD)
         pieces = self.time.pieces(self.mixer, x_BTD.shape[1])

@@ -94,7 +94,7 @@ def optimizer_seconds(run: Run, stays: Resident) -> float:
     the step reads it; it reads and writes parameters and optimizer states."""
     if stays.host_optimizer:
         return stays.host_optimizer / HOST_BYTES_PER_SECOND
-    stepped = stays.parameters - stays.passed + stays.optimizer
+    stepped = stays.parameters - stays.skipped + stays.optimizer
     return (4 * gradients_of(run, stays) + 2 * stepped) / run.gpu.memory_rate
 
 
@@ -175,7 +175,7 @@ def stays_of(run: Run, placement: str, policy) -> Resident:
     if run.tower is not None:
         stays = run.tower.resident(stays, run.shape.parameters, bool(run.shape.adapters))
     more = cast_bytes(run)
-    return replace(stays, parameters=stays.parameters + more, passed=stays.passed + more)
+    return replace(stays, parameters=stays.parameters + more, skipped=stays.skipped + more)
 
 
 def settings_of(checkpointing) -> Checkpointing | str:

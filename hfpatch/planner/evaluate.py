@@ -30,7 +30,10 @@ from hfpatch.planner.answer import (
 from hfpatch.planner.placements import PLACEMENTS, candidates
 from hfpatch.planner.result import Plan
 
-NONE = (0, 0)  # a first step's copies let go of their sources as each layer ends
+# `ahead` is a pair: bytes per token that the sources of copies may take while a tiled layer runs, and
+# while one that keeps all does. None: they need not wait for memory (lab.steps.FREE). In a first step
+# copies let go of their sources as each layer ends.
+NONE = (0, 0)
 STEPS = 8  # the most steps after which a policy settles
 SETTLED = "settled"
 FIRST = "first"
@@ -61,7 +64,7 @@ def evaluate(run: Run, placement: str, way: str = SETTLED) -> Plan:
     the least. GLANCE tells the first step's bytes alone."""
     if run.checkpointing in WHOLE:
         cost = steps_of(run, placement).cost(run.seq_len, run.checkpointing)
-        return _said(run, placement, run.checkpointing, cost)
+        return _plan_of(run, placement, run.checkpointing, cost)
     return Ladder(run, placement).plan(way)
 
 
@@ -129,7 +132,7 @@ class Ladder:
             return first_policy(self.settings, **asked)
 
     def plan(self, way: str) -> Plan:
-        """As evaluate."""
+        """The plan of the policy that the steps settle on; with FIRST and GLANCE, of the first one."""
         # [Step 1] The policy that the steps settle on, or the first one.
         policy, ahead = self._after(STEPS if way == SETTLED else 0)
         found = self._answer(policy, ahead, way != GLANCE)
@@ -148,7 +151,7 @@ class Ladder:
 
     def _answer(self, policy: Checkpointing, ahead: tuple, deep: bool = True) -> Plan:
         cost = self.steps.cost(self.run.seq_len, policy, ahead, deep)
-        return _said(self.run, self.placement, policy, cost)
+        return _plan_of(self.run, self.placement, policy, cost)
 
     def _after(self, steps: int) -> tuple[Checkpointing, tuple]:
         """The policy after so many simulated steps, or the one that stays, and the bytes per token
@@ -185,7 +188,7 @@ class Ladder:
         loss = min(cost.loss, call.loss.most(self.rows)) if measured else cost.loss
         call.stands.put(self.rows, cost.stands)
         call.after.put(self.rows, cost.after)
-        call.seconds.put(self.rows, cost.passed)
+        call.seconds.put(self.rows, cost.layers_forward)
         call.loss.put(self.rows, loss)
         if cost.exact or not measured:
             call.tiled.put(self.rows, cost.tiled)
@@ -217,6 +220,7 @@ class Ladder:
         tiled = room - found.working - call.stands.most(self.rows)
         enough = COPIES * (cost.able.wide + cost.able.gate_up)
 
+        # Rounded down, so that nearly equal rooms share one simulated step and the policy settles.
         def each(spare: float) -> int | None:
             most = max(0, int(spare / self.rows))
             return None if most >= enough else most // 8192 * 8192
@@ -224,7 +228,7 @@ class Ladder:
         return each(tiled), each(min(room - found.top, found.need))
 
 
-def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
+def _plan_of(run: Run, placement: str, policy, cost: Cost) -> Plan:
     """The plan of a simulated step."""
     layers = run.shape.num_layers
     tiled = isinstance(policy, Checkpointing)

@@ -192,7 +192,7 @@ class Tower:
         tower's parameters."""
         if frozen:
             more = 2 * self.parameters
-            return replace(stays, parameters=stays.parameters + more, passed=stays.passed + more)
+            return replace(stays, parameters=stays.parameters + more, skipped=stays.skipped + more)
         share = 1 + self.parameters / text_parameters
         grown = {n: int(share * v) for n, v in vars(stays).items() if n != "gradients"}
         return replace(stays, **grown)

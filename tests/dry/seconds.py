@@ -19,7 +19,7 @@ from hfpatch.lab import clock
 from hfpatch.lab.hardware import Gpu
 
 COMPUTE = "0"  # torch's default stream
-LINK = {"d2h": clock.UP, "h2d": clock.DOWN}
+LINK = {"d2h": clock.TO_HOST, "h2d": clock.TO_DEVICE}
 
 
 class Pen(clock.ClockDevice):
@@ -46,7 +46,7 @@ class Priced(clock.ClockFollower):
     def _direction(self, func, args) -> str | None:
         if func is not torch.ops.aten.copy_.default:
             return None
-        ways = {("cpu", "cuda"): clock.UP, ("cuda", "cpu"): clock.DOWN}
+        ways = {("cpu", "cuda"): clock.TO_HOST, ("cuda", "cpu"): clock.TO_DEVICE}
         return ways.get((args[0].device.type, args[1].device.type))
 
 

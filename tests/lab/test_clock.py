@@ -73,8 +73,8 @@ def test_copies_hide(way):
     """
     found = whole(WAYS[way])
     clock, forward, backward = found.clock, *found.seconds.values()
-    assert clock.waited[lab.UP] < 0.7 * (forward / 4 + backward / 8)
-    assert clock.carried[lab.UP] / clock.gpu.link_rate > 0.5 * forward, "nothing to hide"
+    assert clock.waited[lab.COPIES] < 0.7 * (forward / 4 + backward / 8)
+    assert clock.carried[lab.TO_HOST] / clock.gpu.link_rate > 0.5 * forward, "nothing to hide"
 
 
 def test_exchanges_of_ranks_take_their_bytes():

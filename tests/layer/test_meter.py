@@ -169,7 +169,7 @@ def step(model):
 
 def test_after_memory_ran_out_less_is_kept(monkeypatch, capfd):
     model, meter = told_steps(monkeypatch, 1, total=20 * GiB, free=8 * GiB)
-    monkeypatch.setattr(Meter, "_ends", lambda self, solid: None)
+    monkeypatch.setattr(Meter, "_note_kept", lambda self, solid: None)
     for kind in meter.kinds.values():
         kind.kept = 1.5 * GiB / 74
     step(model)
@@ -283,7 +283,7 @@ def test_a_layer_keeps_all_if_it_fits_into_what_is_free_as_it_begins(stands, til
     meter.step.rows = 1
     meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, True])
     for index, gauge.now in enumerate(stands):
-        meter.layer(index, "a", 0)
+        meter.layer_begins(index, "a", 0)
     assert meter.step.ran == meter.step.plan.keeps_all == [i >= tiled for i in range(4)]
 
 
@@ -314,7 +314,7 @@ def test_a_layer_that_keeps_all_begins_without_sources_of_copies_that_are_over(g
     step, policy = meter.step, replace(LEAST, keep=gates_in)
     step.rows, step.limit = 1, 1000
     step.plan = StepPlan(policy, ["a"] * 4, [False] * 3 + [True], gate_up=30, ahead=80)
-    assert meter.layer(3, "a", 0) and step.forward.room == room
+    assert meter.layer_begins(3, "a", 0) and step.forward.room == room
 
 
 @pytest.mark.parametrize("keep, other, kept", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])

@@ -102,7 +102,9 @@ def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
         return json.loads(capsys.readouterr().out)
 
     one, four = (simulated(size) for size in (1, 4))
-    assert four["whole"] == {} and four["rows"] == 0  # every mixer in tiles through time
+    assert (
+        four["whole"] == {} and four["whole_row_layers"] == 0
+    )  # every mixer in tiles through time
     for kind in ("matmul", "attention"):
         for way in ("forward", "backward"):
             assert 4 * four["flops"][kind][way] == pytest.approx(one["flops"][kind][way], rel=0.05)

@@ -51,7 +51,7 @@ class Simulation:
             the device as they come.
         host_peak_bytes: host memory of the runtime, without files.
         whole: reasons why layers of a patched model run untiled -> number of layers.
-        rows: layers with a mixer, other than attention, that takes whole rows.
+        whole_row_layers: layers with a mixer, other than attention, that takes whole rows.
     """
 
     peak_bytes: int
@@ -63,7 +63,7 @@ class Simulation:
     flops: dict = field(default_factory=dict)
     attention_calls: dict = field(default_factory=dict)
     whole: dict = field(default_factory=dict)
-    rows: int = 0
+    whole_row_layers: int = 0
     ledger: Ledger = field(default=None, repr=False)
 
 
@@ -144,9 +144,9 @@ def _host_buffers(follower: Follower):
         yield
 
 
-def _on_cuda(supported):
-    """attention.supported as a GPU answers it. Layers without a kernel there run untiled here."""
-    return lambda head_dim, dtype, device, *pattern: supported(
+def _on_cuda(why_no_kernel):
+    """attention.why_no_kernel as a GPU answers it. Layers without a kernel there run untiled here."""
+    return lambda head_dim, dtype, device, *pattern: why_no_kernel(
         head_dim, dtype, torch.device("cuda"), *pattern
     )
 
@@ -164,7 +164,7 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
             # These serve tiled layers and whole ones.
             stack.enter_context(for_now(heads, pick=lambda *_: "flash"))
             for user in (attention, why_whole):
-                stack.enter_context(for_now(user, supported=_on_cuda(user.supported)))
+                stack.enter_context(for_now(user, why_no_kernel=_on_cuda(user.why_no_kernel)))
         for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
@@ -181,7 +181,7 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     for module in layers_in(model):
         pattern = attention.Pattern(softcap=module._hfpatch.traits.softcap)
         known = look(module)
-        unable = attention.supported(known.head_dim, dtype, torch.device("cpu"), pattern)
+        unable = attention.why_no_kernel(known.head_dim, dtype, torch.device("cpu"), pattern)
         found[known.reason or unable] += 1
     found.pop(None, None)
     return dict(found)
@@ -344,7 +344,7 @@ def simulate(
         model.train(was_training)
     result = summarize(follower.ledger)
     result.whole = whole
-    result.rows = sum(not m._hfpatch.traits.all_timed for m in layers_in(model))
+    result.whole_row_layers = sum(not m._hfpatch.traits.all_timed for m in layers_in(model))
     if files:
         result.host_peak_bytes = 0
     return result
