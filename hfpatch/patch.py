@@ -171,8 +171,9 @@ def apply(
         A Report of the swapped modules.
 
     Raises:
-        ValueError: the model is wrapped already, has Liger's modules or no decoder layers, or a
-            setting is out of range. The message says what to do.
+        ValueError: the model is wrapped already, is spread over devices or offloaded by a
+            device_map, has Liger's modules or no decoder layers, or a setting is out of range. The
+            message says what to do.
 
     Examples:
         >>> model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
@@ -198,11 +199,15 @@ def apply(
 
 
 def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) -> Report:
+    # [Step 1] The model is transformers' own, and plain.
     _refuse_wrapped(model)
-    loops = any(kind.__module__.split(".")[0] in _LOOPS for kind in type(model).__mro__)
-    if loops or not hasattr(getattr(model, "config", None), "model_type"):
+    packages = {kind.__module__.split(".")[0] for kind in type(model).__mro__}
+    in_a_loop = not packages.isdisjoint(_LOOPS)
+    config = getattr(model, "config", None)
+    if in_a_loop or not hasattr(config, "model_type"):
         raise not_a_model(model)
     undo(model)
+    # [Step 2] Its decoder layers.
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
@@ -212,6 +217,7 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
         )
     report = Report(type(model).__name__)
     notes.grow_segments()
+    # [Step 3] The small instance's verdict on each layer, then the fused parts and the loss.
     # The probe's small instance needs values, also where the caller's tensors have none.
     with real_tensors(), torch.device("cpu"), unwatched():
         found = ask_model(decoder)  # probes transformers' own classes, before any is swapped
@@ -224,13 +230,16 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
             vars(decoder.causal)["_hfpatch_beside"] = partial(
                 apply, **switches, checkpointing=checkpointing, logits=logits
             )
+    # [Step 4] What the report says of them.
     report.skipped += [(name, "not asked for") for name in FUSED if not switches[name]]
     if any(option in FUSED for option, _, _ in report.swaps):
         runs = "plain PyTorch: Triton is not installed"
         if HAS_TRITON:
             runs = "Triton kernels on a GPU, as plain PyTorch on a CPU"
         report.notes.append(f"fused ops run as {runs}.")
-    turn = _WithoutLiger([model, decoder.causal or model, *decoder.layers[0].modules()])
+    # [Step 5] The layers' runtime, those of other towers, and the lock of all.
+    watched = [model, decoder.causal or model, *decoder.layers[0].modules()]
+    turn = _WithoutLiger(watched)
     swaps.checkpoint(decoder, settings, found, turn, report)
     swaps.checkpoint_towers(model, decoder, settings, turn, report)
     if report.count("loss") and logits is not True:
@@ -239,6 +248,7 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
             "take over 2 GiB, as the loss needs none; "
             "hfpatch.apply(model, logits=True) returns them."
         )
+    # [Step 6] The lock and the report, where forwards and callers find them.
     for module in model.modules():
         if isinstance(module, KeepsSignature):
             module._hfpatch_turn = turn

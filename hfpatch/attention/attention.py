@@ -68,7 +68,7 @@ def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float
     return [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
 
 
-def supported(
+def why_no_kernel(
     head_dim: int, dtype: torch.dtype, device: torch.device, pattern: Pattern = CAUSAL
 ) -> str | None:
     """Why no fast kernel supports this attention, in a few words; None if one does."""
@@ -98,7 +98,7 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return backend
     if backend == "cpu" and pattern.window is None and pattern.softcap is None:
         return backend
-    if backend == "cpu" or supported(q.shape[3], q.dtype, q.device, pattern):
+    if backend == "cpu" or why_no_kernel(q.shape[3], q.dtype, q.device, pattern):
         return "blocks"
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return "efficient"

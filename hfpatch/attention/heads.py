@@ -64,12 +64,13 @@ class Attention:
         self.mixers: list = []
 
     def forward(
-        self, asked: list, mixers: list, parts: list[Tensor]
+        self, calls: list, mixers: list, parts: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs every call and mixer.
 
         Args:
-            asked: one Call (scale, pattern, sinks) per attention call.
+            calls: the context.current.AttentionOptions (scale, pattern, sinks) of each attention
+                call.
             mixers: the layer's mixers.
             parts: q [B, T, H, E], k and v [B, T, K, E] of each call, then each mixer's input
                 [B, T, D].
@@ -82,14 +83,14 @@ class Attention:
         self.mixers = mixers
         outs = []
         lses = []
-        for call, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
+        for call, q, k, v in zip(calls, parts[::3], parts[1::3], parts[2::3]):
             groups = groups_of(q, k.shape[2], self.wide)
             options = {"scale": call.scale, "pattern": call.pattern, "backend": pick(q)}
             out, lse, state = attention_forward(q, k, v, sinks_H=call.sinks_H, **options)
             self.heads.append(Heads(groups, call.sinks_H, options, state))
             outs.append(out)
             lses.append(lse)
-        for mixer, x in zip(mixers, parts[3 * len(asked) :]):
+        for mixer, x in zip(mixers, parts[3 * len(calls) :]):
             outs.append(mixer.forward(x))
         return outs, lses
 
@@ -99,57 +100,72 @@ class Attention:
         Args:
             parts: as in forward.
             douts: the gradient of each call's or mixer's output.
-            outs: outs(i) returns forward's i-th output; called in order.
+            outs: each outs() returns forward's next output, which is freed after its use.
             lses: forward's; each entry becomes None after its use.
             into: tensors to write to (they may be `parts`), or None to allocate. An entry is
                 replaced if the kernel's own result fits unchanged.
 
         Returns:
             The gradient of each call's sinks, None without sinks.
-
-        With one group, the kernel gets whole tensors, and its results may enter `into` as they are.
-        With several groups it gets views of each group's heads, and its results are copied. A long
-        row's q, out or gradient takes GiB. So each name that holds one is dropped after its last
-        use: else it would live through the next group's or the next call's kernel.
         """
         dsinks = []
-        for n, (heads, dout) in enumerate(zip(self.heads, douts)):
-            q, k, v = parts[3 * n : 3 * n + 3]
-            out = outs(n)
-            lse = lses[n]
-            lses[n] = None
-            of_sinks = []
-            for hs, ks in heads.groups:
-                # One group needs no views: a view costs the host as much as a small op.
-                one = len(heads.groups) == 1
-                if one:
-                    given = [dout, q, k, v, out, lse]
-                else:
-                    given = [dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], out[:, :, hs]]
-                    # [B, G, T] or [G, N]. Kernels assume that it is contiguous; a copy has the strides
-                    # of a new tensor, by which torch 2.14 keeps cuDNN's plans.
-                    part = lse[hs] if lse.dim() == 2 else lse[:, hs]
-                    given.append(part.clone(memory_format=torch.contiguous_format))
-                sinks = None if heads.sinks_H is None else heads.sinks_H[hs]
-                grads = attention_backward(*given, heads.state, sinks_H=sinks, **heads.options)
-                del given
-                for i, like, part, grad in zip(range(3), (q, k, v), (hs, ks, ks), grads):
-                    i += 3 * n
-                    if one and grad.is_contiguous() and grad.dtype is like.dtype:
-                        into[i] = grad
-                        continue
-                    if into[i] is None:
-                        into[i] = torch.empty_like(like)
-                    target = into[i] if one else into[i][:, :, part]
-                    target.copy_(grad)
-                like = grad = None
-                of_sinks += grads[3:]
-                del grads
-            dsinks.append(torch.cat(of_sinks) if of_sinks else None)
-            q = k = v = out = lse = None
+        for n in range(len(self.heads)):
+            dsinks.append(self._backward_of(n, parts, douts, outs, lses, into))
         n = len(self.heads)
         for i, mixer in enumerate(self.mixers, 3 * n):
             if into[i] is None:
                 into[i] = torch.empty_like(parts[i])
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
         return dsinks
+
+    def _backward_of(self, n: int, parts, douts, outs, lses, into) -> Tensor | None:
+        """The backward of attention call n. Returns the gradient of its sinks, or None.
+
+        A long row's q, out or gradient takes GiB. The names that hold one are local to this function
+        and to _group_backward, so none lives through the next call's or the next group's kernel.
+        """
+        heads = self.heads[n]
+        at = slice(3 * n, 3 * n + 3)
+        whole = [douts[n], *parts[at], outs(), lses[n]]
+        lses[n] = None
+        grads = into[at]
+        of_sinks = []
+        for group in heads.groups:
+            of_sinks += _group_backward(heads, group, whole, grads)
+        into[at] = grads
+        return torch.cat(of_sinks) if of_sinks else None
+
+
+def _group_backward(heads: Heads, group: tuple, whole: list, into: list) -> list:
+    """The backward of one group of an attention call. Returns a list of the gradient of its sinks,
+    empty without sinks.
+
+    group: its query heads and its KV heads, as slices. whole: dout, q, k, v, out and lse of all
+    heads. into: takes dq, dk and dv.
+
+    With one group, the kernel gets whole tensors, and its results may enter `into` as they are.
+    With several groups it gets views of the group's heads, and its results are copied.
+    """
+    hs, ks = group
+    dout, q, k, v, out, lse = whole
+    # One group needs no views: a view costs the host as much as a small op.
+    one = len(heads.groups) == 1
+    given = whole
+    if not one:
+        # [B, G, T] or [G, N]. Kernels assume that it is contiguous; a copy has the strides of a new
+        # tensor, by which torch 2.14 keeps cuDNN's plans.
+        part = lse[hs] if lse.dim() == 2 else lse[:, hs]
+        lse = part.clone(memory_format=torch.contiguous_format)
+        given = [dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], out[:, :, hs], lse]
+    sinks = None if heads.sinks_H is None else heads.sinks_H[hs]
+    grads = attention_backward(*given, heads.state, sinks_H=sinks, **heads.options)
+    del given, lse
+    for i, (like, part, grad) in enumerate(zip((q, k, v), (hs, ks, ks), grads)):
+        if one and grad.is_contiguous() and grad.dtype is like.dtype:
+            into[i] = grad
+            continue
+        if into[i] is None:
+            into[i] = torch.empty_like(like)
+        target = into[i] if one else into[i][:, :, part]
+        target.copy_(grad)
+    return grads[3:]

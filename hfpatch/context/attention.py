@@ -122,7 +122,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         grads = [None, None, None]
-        dsinks = ctx.attention.backward([q, k, v], [dout], [out].__getitem__, [lse], grads)
+        dsinks = ctx.attention.backward([q, k, v], [dout], lambda: out, [lse], grads)
         return *grads, *dsinks, None, None
 
 
@@ -144,7 +144,7 @@ def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     if reason is not None:
         return _plain(asked), None
     q, k, v = _cast(asked)
-    return _Attention.apply(q, k, v, asked.sinks_H, asked.call(), sequence), None
+    return _Attention.apply(q, k, v, asked.sinks_H, asked.options(), sequence), None
 
 
 def _cast(asked: Asked) -> list[Tensor]:

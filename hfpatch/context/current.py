@@ -5,9 +5,9 @@ Attention and the mask are registered in transformers' interfaces (attention.py)
 model's configs carry that name only while its decoder, or a layer in backward, runs: `config.json`,
 other code that reads `config._attn_implementation`, and other models see the user's choice.
 
-    pre     Noting: attention records q, k, v and its options, and ends the forward by an exception
-    post    Answering: attention returns the tile of the output that was computed for it
-    whole   no role: attention computes the result itself, for layers that do not run in tiles
+    before   Noting: attention records q, k, v and its options, and ends the forward by an exception
+    after    Answering: attention returns the tile of the output that was computed for it
+    none     attention computes the result itself, for layers that do not run in tiles
 """
 
 import threading
@@ -130,8 +130,8 @@ class Asked:
             return "queries and keys of different lengths"
         return reason
 
-    def call(self) -> "Call":
-        return Call(self.scale, self.pattern(), self.sinks_H)
+    def options(self) -> "AttentionOptions":
+        return AttentionOptions(self.scale, self.pattern(), self.sinks_H)
 
     def pattern(self) -> Pattern:
         if isinstance(self.mask, Mask):
@@ -140,7 +140,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionOptions:
     """The options of one attention call."""
 
     scale: float

@@ -1,8 +1,8 @@
 """Reads the arguments of a stack's forward and decides how the forward runs.
 
-`read_batch` reads this rank's arguments. `share_rows` replaces them by those of whole rows where
-ranks share rows. `decide` says how the forward runs. No function here runs the model or changes the
-caller's arguments: the arguments to replace are returned, as `changes`. B rows, T tokens of a row.
+`read_batch` reads this rank's arguments, `share_rows` those of whole rows where ranks share rows,
+`decide` says how the forward runs. None changes the caller's arguments: what replaces them is
+returned, as `changes`. B rows, T tokens of a row.
 """
 
 from dataclasses import dataclass, replace
@@ -76,12 +76,10 @@ class Given:
         probabilities: the caller asks for attention's probabilities.
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
-        watched: there is a [B, T] mask, and code other than the loss may read outputs, or what the
-            loss reads is unknown.
+        watched: there is a [B, T] mask, and more than a known loss may read outputs.
         behind: watched, and some row ends in padding.
-        reads: outputs there must equal transformers': the layers are transformers' own, or a
-            gradient reached padding, or no backward has shown yet whether one does and the batch
-            has at most FEW tokens.
+        reads: outputs there must equal transformers': the layers are stock, or a gradient reached
+            padding, or no backward of at most FEW tokens has shown yet whether one does.
         sequence: the ranks that share the rows, or None.
     """
 

@@ -41,7 +41,7 @@ from hfpatch.decoder.batch import (
 from hfpatch.decoder.find import list_of_layers
 from hfpatch.decoder.unpadded import packed_row
 from hfpatch.layer.condition import look
-from hfpatch.layer.layer import PatchedLayer, why_not_shared
+from hfpatch.layer.layer import PatchedLayer, mixing_of
 from hfpatch.layer.traits import Patched
 
 # Arguments that this file and batch.py add to the caller's.
@@ -172,8 +172,8 @@ def _refuse_unasked(stack: "PatchedStack") -> None:
     another forward): they may mix tokens outside attention."""
     for layer in list_of_layers(stack) or [stack]:
         if isinstance(layer, PatchedLayer):
-            known = why_not_shared(layer._hfpatch.traits, look(layer)) is None
-            known = known or not compiled_by_itself(layer)
+            mixing = mixing_of(layer._hfpatch.traits, look(layer))
+            known = not any(mixing) or not compiled_by_itself(layer)
         else:
             known = package_of(layer) == "torch"  # torch's own wrappers
         if replaced_forward(layer) or not known:

@@ -1,18 +1,19 @@
 """The backward of one layer's call, in four phases over its tiles.
 
-    A  after_backward    each tile: reruns `after` under autograd; dy gives the tile's dx and dout,
-                         which go into whole buffers
-    B  before_again      recomputes q, k, v tile by tile, without a graph
-    C  attend_backward   attention backward over whole rows, per group of KV heads if memory is
-                         short; dq overwrites q, dk overwrites k, dv overwrites v; with one group
-                         the kernel's own results replace them, and q, k, v are freed
-    D  before_backward   each tile: reruns `before` with its graph; dq, dk, dv give the rest of dx
+    A  phase_a_after       each tile: reruns `after` under autograd; dy gives the tile's dx and
+                           dout, which go into whole buffers
+    B  phase_b_qkv         recomputes q, k, v tile by tile, without a graph
+    C  phase_c_attention   attention backward over whole rows, per group of KV heads if memory is
+                           short; dq overwrites q, dk overwrites k, dv overwrites v; with one group
+                           the kernel's own results replace them, and q, k, v are freed
+    D  phase_d_before      each tile: reruns `before` with its graph; dq, dk, dv give the rest of
+                           dx
 
 There are three orders, a method each:
 
     one_tile     B A C D   x stays throughout, and the graph that B builds serves D
-    outs_kept    A B C D   the forward kept attention's outputs
-    outs_again   B A C D   attention runs forward again behind B
+    outs_kept    A B C D   attention's outputs are there, from the forward or a segment's rerun
+    outs_again   B A C D   attention runs forward again after B
 
 Tensors in memory, besides those that the forward kept (kept.py), in the order A B C D:
 
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hfpatch.layer.kept import joined
+from hfpatch.layer.kept import write_tile
 from hfpatch.layer.random_state import replayed
 
 
@@ -70,7 +71,7 @@ class Backward:
         """
         call = self.call
         self.passes = iter(call.passes)
-        self.lse_ticket = call.ticket(call.lses)
+        self.lse_ticket = call.fetch_whole(call.lses)
         if below is not None and not below.segment:
             below.prefetch()  # queued behind this call's fetches
         if len(call.bounds) == 1:
@@ -89,20 +90,20 @@ class Backward:
         (a, b), x, outs, gates = next(held)
         # B
         if call.mixes:
-            qkv, back = traced.before_again(x, a, b, self.need_x, self.weights, unread=False)
+            qkv, back = traced.before_with_graph(x, a, b, self.need_x, self.weights, unread=False)
             # the graph must not see its outputs overwritten by the gradients
             self.qkv = [part.detach().contiguous() for part in qkv]
         if call.mixes and not call.outs:
             outs, self.lses = call.attend(self.qkv, rerun=True)
         # A
         dys = [dy, *self.recorded]
-        self.dx, self.douts = traced.after_backward(
+        self.dx, self.douts = traced.after_with_graph(
             x, outs, a, b, dys, gates, self.need_x, self.weights
         )
         del x, dys
         if call.mixes:
             # C
-            self.attend_backward(outs, [None] * len(self.qkv))
+            self.phase_c_attention(outs, [None] * len(self.qkv))
             del outs
             # D
             dx = back(self.qkv, self.dsinks)
@@ -111,22 +112,22 @@ class Backward:
         next(held, None)  # frees its slot
 
     def outs_kept(self, dy: Tensor) -> None:
-        self.after_backward(dy)
+        self.phase_a_after(dy)
         if self.call.mixes:
-            self.before_again()
-            self.attend_backward(self.call.whole_outs(), self.qkv)
-            self.before_backward()
+            self.phase_b_qkv()
+            self.phase_c_attention(self.call.whole_outs(), self.qkv)
+            self.phase_d_before()
 
     def outs_again(self, dy: Tensor) -> None:
-        self.before_again()
+        self.phase_b_qkv()
         self.outs, self.lses = self.call.attend(self.qkv, rerun=True)
         self.call.queue.transfers.settle()
-        self.after_backward(dy)
-        self.attend_backward(self.outs, self.qkv)
-        self.before_backward()
+        self.phase_a_after(dy)
+        self.phase_c_attention(self.outs, self.qkv)
+        self.phase_d_before()
 
     # -- A -----------------------------------------------------------------------------------------
-    def after_backward(self, dy: Tensor) -> None:
+    def phase_a_after(self, dy: Tensor) -> None:
         call = self.call
         traced = call.traced
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if self.need_x else None
@@ -135,12 +136,12 @@ class Backward:
             if self.outs is not None:
                 out_t = [o[:, a:b] for o in self.outs]
             dys = list(map(next, dy_tiles))
-            dx_t, douts_t = traced.after_backward(
+            dx_t, douts_t = traced.after_with_graph(
                 x_t, out_t, a, b, dys, gates, self.need_x, self.weights
             )
             if self.need_x:
                 dx[:, a:b] = dx_t
-            self.douts = joined(self.douts, douts_t, a, b, call.bounds[-1][1])
+            self.douts = write_tile(self.douts, douts_t, a, b, call.bounds[-1][1])
             x_t = out_t = dys = dx_t = douts_t = None
         if self.need_x and call.mixes and call.policy.parks_dx:
             self.parked = [call.queue.transfers.save(dx)]
@@ -150,14 +151,15 @@ class Backward:
         self.weights.round()
 
     # -- B -----------------------------------------------------------------------------------------
-    def before_again(self) -> None:
+    def phase_b_qkv(self) -> None:
         tiles = self.call.tiles(next(self.passes))
         self.qkv = self.call.before((bounds, x_t) for bounds, x_t, *_ in tiles)
 
     # -- C -----------------------------------------------------------------------------------------
-    def attend_backward(self, outs: list[Tensor], dqkv: list) -> None:
-        """outs: the attention outputs, each freed after its use; dqkv: where the gradients of q, k, v
-        are written: q, k, v themselves, or None for new tensors.
+    def phase_c_attention(self, outs: list[Tensor], dqkv: list) -> None:
+        """outs: the attention outputs. Attention takes them from the list, so that each is freed
+        after its use. dqkv: the tensors to which the gradients of q, k, v are written (q, k, v
+        themselves), or None for new ones.
         """
         call = self.call
         traced = call.traced
@@ -168,7 +170,7 @@ class Backward:
             mixer.gradients = [self.weights]
         with replayed(traced.rng, "attend", call.device):
             self.dsinks = call.attention.backward(
-                self.qkv, self.douts, lambda n: outs.pop(0), lses, dqkv
+                self.qkv, self.douts, lambda: outs.pop(0), lses, dqkv
             )
         left = iter(self.left)
         for pair in traced.left.values():
@@ -182,7 +184,7 @@ class Backward:
             call.out_buffers = None
 
     # -- D -----------------------------------------------------------------------------------------
-    def before_backward(self) -> None:
+    def phase_d_before(self) -> None:
         call = self.call
         traced = call.traced
         for saved in self.parked:
@@ -190,7 +192,7 @@ class Backward:
             call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
         grads = list(map(call.cut, self.qkv))
         for (a, b), x_t, *_ in call.tiles(next(self.passes)):
-            _, back = traced.before_again(x_t, a, b, self.need_x, self.weights, unread=True)
+            _, back = traced.before_with_graph(x_t, a, b, self.need_x, self.weights, unread=True)
             dx_t = back(list(map(next, grads)), self.dsinks if a == 0 else None)
             if dx_t is not None:
                 self.dx[:, a:b].add_(dx_t)

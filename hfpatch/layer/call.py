@@ -24,7 +24,7 @@ from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
-from hfpatch.layer.kept import Kept, joined
+from hfpatch.layer.kept import Kept, write_tile
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.time_ranks import RankTiles
 from hfpatch.layer.time_tiles import TimeTiles
@@ -72,7 +72,7 @@ class LayerCall(Kept):
         if traced.mixers:
             self._go_in_time(rerun)
         with replayed(traced.rng, "attend", self.device):
-            return self.attention.forward(traced.asked, traced.mixers, qkv)
+            return self.attention.forward(traced.attention_options, traced.mixers, qkv)
 
     def _go_in_time(self, rerun: bool) -> None:
         """Sets Mixer.time on those mixers that can run in tiles through time. rerun: as in attend."""
@@ -94,103 +94,119 @@ class LayerCall(Kept):
             parts = self.traced.before(x_t, a, b)
             if len(self.bounds) == 1:
                 return parts
-            whole = joined(whole, parts, a, b, self.bounds[-1][1])
+            whole = write_tile(whole, parts, a, b, self.bounds[-1][1])
             parts = x_t = None
         return whole
 
     def after(self, x_BTD: Tensor, outs: list, noting: bool) -> list[Tensor]:
-        """y [B, T, D] and the recorded tensors, computed tile by tile. noting: saves each
-        tile's gate and up.
+        """y [B, T, D] and the recorded tensors [B, T, ...], computed tile by tile. noting: saves
+        each tile's gate and up.
         """
         x_tiles = self.cut(x_BTD)
-        out_tiles = list(map(self.cut, outs))
+        out_iterators = list(map(self.cut, outs))  # of each output's tiles
         whole = None
         for a, b in self.bounds:
             noted: list | None = [] if noting else None
             # DTensor weights (tensor parallelism) accept no strided tile of a batch.
-            outs_t = [next(tiles).contiguous() for tiles in out_tiles]
-            tiles = self.traced.after(next(x_tiles), outs_t, a, b, noted=noted)
+            outs_t = [next(tiles).contiguous() for tiles in out_iterators]
+            results = self.traced.after(next(x_tiles), outs_t, a, b, noted=noted)
             if noting:
                 transfers = self.queue.transfers
                 self.gates.append(list(map(transfers.save, noted)))
-                transfers.settle(under_way=1, room=self.runtime.copy_room)
+                transfers.settle(recent=1, room=self.runtime.copy_room)
             del noted, outs_t
             if len(self.bounds) == 1:
-                return tiles
-            whole = joined(whole, tiles, a, b, x_BTD.shape[1])
-            del tiles
+                return results
+            whole = write_tile(whole, results, a, b, x_BTD.shape[1])
+            del results
         return whole
 
     # -- forward -----------------------------------------------------------------------------------
-    def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
+    def forward(self, x_BTD: Tensor, keeping: str | None = "policy") -> list[Tensor]:
         """y [B, T, D], then the recorded tensors [B, T, ...] and keys and values for later layers.
 
-        where: "tier" saves by the policy, "rerun" keeps inputs and attention outputs for now (the
-        rerun of a segment), None saves nothing.
+        keeping: "policy" saves what the policy says, in its tier; "all" keeps the input and
+            attention's outputs on the device (the rerun of a segment); None saves nothing.
         """
         try:
             # A tile of x without a graph must not say that it requires a gradient.
-            results = self.run_forward(x_BTD.detach(), where)
+            results = self.run_forward(x_BTD.detach(), keeping)
         finally:
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.
             if self.queue is not None:
-                self.queue.transfers.settle(room=self.runtime.copy_room if where == "tier" else 0)
+                room = self.runtime.copy_room if keeping == "policy" else 0
+                self.queue.transfers.settle(room=room)
         if self.traced.autocast is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
         return results
 
-    def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
+    def run_forward(self, x_BTD: Tensor, keeping: str | None) -> list[Tensor]:
         self.bounds = tile_bounds(*x_BTD.shape[:2], self.policy.tile)
-        first = where == "tier" and self.policy.every == 1
+        # Layers of a segment run again, so of them only the first one's input is kept.
+        keeps_by_policy = keeping == "policy" and self.policy.every == 1
         # [Step 1] The input. In a segment the first layer alone keeps it.
-        if where == "rerun":
+        if keeping == "all":
             self.x = self.x or self.on_device(x_BTD)
-        elif where == "tier" and not self.segment:
+        elif keeping == "policy" and not self.segment:
             own = x_BTD if self.shards is None else self.shards.mine(x_BTD, self.bounds)
             self.x = self.queue.transfers.save(own)
         # [Step 2] q, k, v of all tokens, then attention over whole rows.
         qkv = self.before(zip(self.bounds, self.cut(x_BTD)))
-        outs, lses = self.attend(qkv, rerun=where == "rerun")
-        left = [qkv[place] for pair in self.traced.left.values() for place in pair]
+        outs, lses = self.attend(qkv, rerun=keeping == "all")
+        left = []  # keys and values for later layers
+        for pair in self.traced.left.values():
+            left += [qkv[place] for place in pair]
         del qkv
         # [Step 3] Attention's outputs.
-        if where == "rerun" or (first and self.policy.saves_attention):
-            save = self.queue.transfers.save if where == "tier" else self.on_device
+        if keeping == "all" or (keeps_by_policy and self.policy.saves_attention):
+            save = self.on_device if keeping == "all" else self.queue.transfers.save
             self.outs = list(map(save, outs))
             self.lses = list(map(save, lses))
         del lses
         # [Step 4] The rest of the layer, tile by tile.
-        whole = self.after(x_BTD, outs, noting=first and self.keeps_gates)
+        whole = self.after(x_BTD, outs, noting=keeps_by_policy and self.keeps_gates)
         # Detached: later layers must not hold a graph of this call.
         return [*whole, *map(Tensor.detach, left)]
 
     # -- backward ----------------------------------------------------------------------------------
     def _materialise(self) -> None:
-        """every > 1: reruns the segment's layers up to this one, and keeps what their backward
+        """every > 1: runs the segment's layers up to this one again, and keeps what their backward
         needs.
         """
         transfers = self.queue.transfers
         calls = [*self.segment, self]
-        first = calls[0]
-        x = self.ticket([first.x]).wait()[0]
+        bottom = calls[0]
+        # [Step 1] The segment's input, from the store.
+        x = self.fetch_whole([bottom.x]).wait()[0]
+        # [Step 2] Each layer but this one runs again. Its input and attention's outputs stay on the
+        # device until its own backward.
         with torch.no_grad(), self._autocast():
             for call, above in zip(calls, calls[1:]):
-                if call is not first:
+                if call is not bottom:
                     call.x = None
                 weights = self.runtime.weights.backward(call.layer, above.layer)
                 with weights, as_in_forward(call.state):
-                    x = call.forward(x, where="rerun")[0]
+                    x = call.forward(x, keeping="all")[0]
+        # [Step 3] The last output is this layer's input.
         self.x = self.on_device(x)
         transfers.settle()
 
     def backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, retain: bool):
-        """(dx or None, gradients of the wanted arguments and of the trained tensors). Only a tile
-        has a graph.
+        """The layer's backward. Only a tile has a graph.
 
-        dextras: gradients of the recorded tensors, then of keys and values that later layers took;
-        retain: the graph stays for another pass.
+        Args:
+            dy_BTD: the gradient of y [B, T, D].
+            dextras: gradients of the recorded tensors [B, T, ...], then of the keys and values
+                [B, T, K, E] that later layers took; None for unused ones.
+            need_x: whether dx is wanted.
+            retain: the graph stays for another pass.
+
+        Returns:
+            dx [B, T, D], or None.
+            A list of gradients, each with the shape of its tensor, or None: of the arguments that
+            require one, then of the trained tensors.
         """
         # [Step 1] The input, and the first tiles' fetches.
         queue = self.queue
@@ -206,10 +222,16 @@ class LayerCall(Kept):
             next_layer = below.segment[0].layer  # its segment runs again from there
         streamed = self.runtime.weights.backward(self.layer, next_layer)
         # [Step 3] The passes over the tiles, in the state of the forward.
-        tiles = len(self.bounds) > 1
-        several = tiles or any(mixer.several(dy_BTD.shape[1]) for mixer in self.attention.mixers)
+        many_tiles = len(self.bounds) > 1
+        T = dy_BTD.shape[1]
+        several = many_tiles or any(mixer.several(T) for mixer in self.attention.mixers)
         weights = WeightGradients(self.state, several)
-        with streamed, self._autocast(), weights, traced.for_backward(weights, tiles) as darguments:
+        with (
+            streamed,  # the layer's frozen weights are on the device
+            self._autocast(),  # the tiles run in the dtypes of the forward
+            weights,  # the modules are as in the forward; sums the weights' gradients
+            traced.for_backward(weights, many_tiles) as darguments,  # sums the arguments' gradients
+        ):
             dx = self.run_backward(dy_BTD, dextras, need_x, weights, below)
             weights.round()
         # [Step 4] What no other pass needs is released.
@@ -223,5 +245,6 @@ class LayerCall(Kept):
 
     def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, below):
         """dx or None. below: the call of the layer below, or None."""
-        n = len(dextras) - sum(map(len, self.traced.left.values()))
+        taken = sum(map(len, self.traced.left.values()))  # keys and values that later layers took
+        n = len(dextras) - taken
         return Backward(self, need_x, weights, dextras[:n], dextras[n:]).run(dy_BTD, below)

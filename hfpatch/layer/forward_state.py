@@ -57,8 +57,12 @@ class ForwardState:
     """A layer's tensors, each once, and its modules' switches, as of one forward.
 
     Attributes:
-        places: (module, table, name) of each tensor; tensors: the tensors there; counts: their versions, or
-            None where the forward wrote to it; wanted: those that require a gradient; trained: their places.
+        places: (module, table, name) of each tensor.
+        tensors: the tensors there. Empty if gathered.
+        counts: their versions, None where the forward itself wrote. Empty if gathered, so that
+            refuse_others compares modules, hooks and switches only.
+        wanted: the tensors that require a gradient.
+        trained: their places.
         gathered: whether an engine swaps the tensors.
     """
 
@@ -81,6 +85,7 @@ class ForwardState:
         self.wanted = [x for x in self.tensors if x.requires_grad]
         self.trained = [place for place, x in found.values() if x.requires_grad]
         if self.gathered:
+            # The engine puts other tensors there. refuse_others then has no tensors to compare.
             self.tensors = []
         self.counts = list(map(version, self.tensors))
 

@@ -60,6 +60,8 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     state = ForwardState(layer, traced.condition.snapshot)
     tensors = [*traced.arguments.wanted.values(), *state.wanted]
     timed = {}
+    # A layer without attention may run in time as one mixer. Not where an engine gathers weights
+    # around each call, which no test covers: there its mixers run in time, the rest in tiles.
     if traced.traits.carries is not None and not state.gathered:
         timed = in_time(traced, policy, runtime, x)
     attention = Attention(wide=policy.aim == "fastest")
@@ -72,18 +74,21 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     )  # fmt: skip
     # [Step 2] Without a gradient nothing is kept.
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
-        # None before a training step with this tier
+        # There is no queue before a training step with this tier.
         call.queue = runtime.queues.get((device, policy.offload))
         with torch.no_grad():
-            return call.forward(x, where=None)
-    # [Step 3] What is kept, and who measures it.
+            return call.forward(x, keeping=None)
+    # [Step 3] Whether gate and up are kept (the policy says it by layer), the meter's step that
+    # measures this call, and its links: the queue of its copies, the call of the layer below, whose
+    # backward is next, and with every > 1 the calls of its segment.
     if policy.keeps_gates(layer._hfpatch.index):
         call.keeps_gates = gate_up_columns(layer, traced.traits, device.type) > 0
     meter = runtime.meters.get(device)
     call.step = meter and meter.step
     runtime.link(call, x)
-    # [Step 4] The run. The generators' state after it shows whether it draws random numbers
-    # (dropout, noise before a router). From then on its tiles save that state.
+    # [Step 4] The run. If the generators' states changed, the layer draws random numbers (dropout,
+    # noise before a router): it runs once more, from the saved states, noting the state of each
+    # tile. Its later calls note them from the start (Condition.draws).
     real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
     watched = Generators(device) if real and traced.rng is None else None
     outputs = LayerFunction.apply(call, x, *tensors)
@@ -92,7 +97,9 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
         traced.rng = {}
         traced.condition.draws = True
         watched.put_back()
-        traced.found = {}  # temporary forwards that are not filled with random numbers
+        # Made for a layer without random numbers, temporary forwards return expanded rows, and
+        # dropout needs contiguous ones.
+        traced.found = {}
         del call, outputs  # frees the first run's memory before the second
         return tiled_layer(runtime, policy, traced, x)
     runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])

@@ -8,6 +8,7 @@ policy says so, and gate and up, which wait and return tile by tile. The policy 
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +26,23 @@ PASSES = {
 }
 
 
-# One pass over the tiles of a backward. Of each tile, the fetches (saved tensor, first token, end,
-# output). output: the index of the attention output whose buffer takes these tokens, None for a slot
-# of the ring.
-Pass = list[list[tuple]]
+class TileFetch(NamedTuple):
+    """Tokens [a, b) of a saved tensor. output: the index of the attention output whose buffer takes
+    them, None if they go to a slot of the ring.
+    """
+
+    saved: Saved
+    a: int
+    b: int
+    output: int | None
 
 
-def joined(whole: list[Tensor] | None, tiles: list[Tensor], a: int, b: int, tokens: int) -> list:
+Pass = list[list[TileFetch]]  # one pass over the tiles of a backward: the fetches of each tile
+
+
+def write_tile(
+    whole: list[Tensor] | None, tiles: list[Tensor], a: int, b: int, tokens: int
+) -> list:
     """Writes tiles [B, b - a, ...] into whole tensors [B, tokens, ...], made with the first tile."""
     if whole is None:
         whole = [t.new_empty(t.shape[0], tokens, *t.shape[2:]) for t in tiles]
@@ -88,21 +99,21 @@ class Kept:
         of_x = self.bounds if self.shards is None else self.shards.bounds(self.bounds)
         found: Pass = []
         for index, (a, b) in enumerate(self.bounds):
-            tile: list[tuple] = []
+            tile: list[TileFetch] = []
             if "x" in names:
-                tile.append((self.x, *of_x[index], None))
+                tile.append(TileFetch(self.x, *of_x[index], None))
             if "out" in names:
                 for output, saved in enumerate(self.outs):
-                    tile.append((saved, a, b, None if saved.resident else output))
+                    tile.append(TileFetch(saved, a, b, None if saved.resident else output))
             if "gates" in names and self.keeps_gates:
                 for saved in self.gates[index]:
-                    tile.append((saved, 0, saved.shape[1], None))
+                    tile.append(TileFetch(saved, 0, saved.shape[1], None))
             found.append(tile)
         return found
 
-    def destinations(self, tile: list[tuple]) -> list[tuple]:
-        """A tile's pieces for Transfers.fetch, just before the fetch. Buffers for whole attention
-        outputs are allocated only then.
+    def destinations(self, tile: list[TileFetch]) -> list[tuple]:
+        """A tile's pieces (saved, a, b, destination) for Transfers.fetch, just before the fetch.
+        Buffers for whole attention outputs are allocated only then.
         """
         found = []
         for saved, a, b, output in tile:
@@ -112,6 +123,7 @@ class Kept:
                     empty = partial(torch.empty, device=self.device)
                     made = [empty(o.shape, dtype=o.dtype) for o in self.outs]
                     transfers = self.queue.transfers
+                    # Earlier kernels may still use this memory: the copies wait for them.
                     transfers.device.wait(transfers.device.mark(), transfers.to_device)
                     self.out_buffers = made
                 into = self.out_buffers[output][:, a:b]
@@ -119,11 +131,13 @@ class Kept:
         return found
 
     def begin_passes(self) -> None:
-        """Queues all passes of this backward, except the first if it is queued already."""
+        """Plans this backward's passes. Queues their fetches unless x is on the device; the first
+        may be queued already.
+        """
         if self.x.resident:
             self.passes = self._planned()
             return
-        if not self.queue.keep_only(self):
+        if not self.queue.drop_if_mixed(self):
             self.prefetch()
         for one in self.passes[1:]:
             self.queue.push(self, one)
@@ -142,6 +156,7 @@ class Kept:
                 if output is None:
                     taken += saved.shape[0] * (b - a) * saved.row_bytes + 256
             nbytes = max(nbytes, taken)
+        # With one tile a layer, one slot is in use and one takes the tile of the layer below.
         self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes)
         self.out_buffers = None  # an interrupted backward may still read the old ones
         self.queue.push(self, self.passes[0])
@@ -164,8 +179,8 @@ class Kept:
             del x, tensors
 
     # -- whole tensors -----------------------------------------------------------------------------
-    def ticket(self, saved: list[Saved]):
-        """A fetch of whole tensors; None for an empty list."""
+    def fetch_whole(self, saved: list[Saved]):
+        """The Ticket of a fetch of these tensors, whole; None for an empty list."""
         pieces = [(one, 0, one.shape[1], None) for one in saved]
         return self.queue.transfers.fetch(pieces) if pieces else None
 

@@ -3,6 +3,7 @@ it runs untiled: as a whole, and again in backward, with its input offloaded (wh
 reasons). A layer that keeps all runs as a whole once, and saves what autograd saves.
 """
 
+from collections import namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -37,6 +38,9 @@ from hfpatch.layer.whole import offloaded_checkpoint
 from hfpatch.layer.why_whole import BY_NAME, OTHER_MIXER, Why, first
 
 _RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the attention
+# outside: whether a layer is known to mix tokens outside attention. unknown: why nobody knows that;
+# None where it is known. Ranks can share rows where neither holds.
+Mixing = namedtuple("Mixing", "outside unknown")
 
 
 @dataclass(slots=True)
@@ -90,9 +94,9 @@ class PatchedLayer:
         """
         if batch is None and not current.declined:  # the caller is not the stack
             raise not_exchanged("a layer that runs outside of its model's forward")
-        why = why_not_shared(self._hfpatch.traits, condition)
-        if why is not None and not (why == "" and timed):
-            refuse_shared_mixers(type(self), why or None)
+        mixing = mixing_of(self._hfpatch.traits, condition)
+        if mixing.unknown or (mixing.outside and not timed):
+            refuse_shared_mixers(type(self), mixing.unknown)
 
     def forward(self, hidden_states, *args, **kwargs):
         # accelerate binds this method and keeps it after undo()
@@ -104,15 +108,13 @@ class PatchedLayer:
         return super().forward(hidden_states, *args, **kwargs)
 
 
-def why_not_shared(traits: LayerTraits, condition: Condition) -> str | None:
-    """Why ranks cannot share the rows of such a layer; None if they can. The reason is "" if the
-    layer is known to mix tokens outside attention.
-    """
-    unknown = condition.reason is not None and condition.reason.name == "unknown module"
-    if unknown or not traits.looked:
-        return condition.reason
-    mixes = traits.mixers and not traits.attends
-    return "" if mixes or traits.reason == OTHER_MIXER else None
+def mixing_of(traits: LayerTraits, condition: Condition) -> Mixing:
+    """What is known of a layer's mixing of tokens outside attention."""
+    reason = condition.reason
+    if not traits.looked or (reason is not None and reason.name == "unknown module"):
+        return Mixing(outside=False, unknown=reason)
+    mixes = bool(traits.mixers) and not traits.attends
+    return Mixing(outside=mixes or traits.reason == OTHER_MIXER, unknown=None)
 
 
 def _run_directly(function, *args, **kwargs):
@@ -135,9 +137,9 @@ class TiledLayer(PatchedLayer):
 
     def __call__(self, hidden_states, *args, **kwargs):
         if torch.is_grad_enabled() and not hidden_states.requires_grad and under_zero3(self):
-            # DeepSpeed reduces a leaf module's gradients in its backward hook, which PyTorch runs
-            # before the module's backward where no input wants a gradient (the first layer under
-            # LoRA).
+            # DeepSpeed reduces a leaf module's gradients in its backward hook. If no input wants a
+            # gradient (the first layer under LoRA), PyTorch runs that hook before the module's
+            # backward. So the input gets one.
             hidden_states = hidden_states.detach().requires_grad_(True)
         return super().__call__(hidden_states, *args, **kwargs)
 
@@ -190,19 +192,23 @@ class TiledLayer(PatchedLayer):
         reason = BY_NAME[why.name]
         runtime = self._hfpatch.runtime
         whole = self._whole(r)
+        # [Step 1] No backward will follow, or the caller wants probabilities: not checkpointed.
         nothing_to_keep = not (self.training and torch.is_grad_enabled()) or not r.given.numel()
         if nothing_to_keep or r.kwargs.get("output_attentions"):
             return whole(r.given)
+        # [Step 2] A layer that cannot run again in backward keeps all.
         if reason.told:
             how = " and not checkpointed" if reason.keeps else ", their inputs offloaded"
             runtime.tell(f"{type(self).__name__}s run untiled{how}: {why}.")
         if reason.keeps:
             return whole(r.given)
-        # one row of tokens, if they have other dimensions than [B, T, D]
+        # [Step 3] Of the others some may keep all, where there is room. The policy takes one row of
+        # tokens, if they have other dimensions than [B, T, D].
         x = r.given if r.given.dim() == 3 else r.given.flatten(0, -2)[None]
         policy = runtime.policy(self, x, r.sequence, whole=True)
         if runtime.layer_begins(self, x, policy):
             return self._keeping_all(r)
+        # [Step 4] The rest are checkpointed, their inputs offloaded.
         return self._checkpointed(r, policy, whole)
 
     def _keeping_all(self, r: Request):
@@ -216,7 +222,7 @@ class TiledLayer(PatchedLayer):
         """
         known = self._hfpatch
         condition = known.condition
-        if condition is None or batch is None and not current.declined:
+        if condition is None or (batch is None and not current.declined):
             condition = look(self)
         x = given
         if batch is not None and given.dim() == 4:

@@ -97,11 +97,17 @@ class Policies:
     def policy(
         self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False
     ) -> Checkpointing:
-        """The policy for this batch shape.
+        """The policy for this batch shape. Decides it where that is due: opens the queue of a new
+        shape's copies, starts the meter's step if the stack has not, and prints a policy that
+        changed.
 
-        whole: the layer cannot be tiled; sequence: the ranks that share its rows
-        (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
-        hold what the settings demand.
+        Args:
+            whole: the layer cannot be tiled.
+            sequence: the ranks that share its rows (parallel.exchange.Sequence), which all choose
+                alike.
+
+        Raises:
+            ValueError: the host cannot hold what the settings demand.
         """
         device = x_BTD.device
         self.sequence = sequence

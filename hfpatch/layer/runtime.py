@@ -2,8 +2,8 @@
 on the host, and the lines already printed.
 
 A backward follows the order of calls from its end: each call knows that of the layer below, and
-prefetches its checkpoints. Segments are links between calls, not loops around them: the model's own forward calls
-its layers one by one.
+prefetches its checkpoints. A segment (`every` > 1) is a chain of references, as we do not control
+the loop over layers.
 """
 
 import copy

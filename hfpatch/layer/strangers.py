@@ -80,9 +80,13 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
             return f"{name}: {replaced_forward(module)}"
         if kind in TOKEN_WISE:
             continue
-        if not in_adapter and as_made and (dense_of(module) or _projects(module, kind)):
+        replaces = as_made and not in_adapter and (dense_of(module) or _projects(module, kind))
+        if replaces:  # a Linear
             continue
-        if not (as_made and package in LIBRARIES if in_adapter else kind in known):
+        is_known = kind in known
+        if in_adapter:
+            is_known = as_made and package in LIBRARIES
+        if not is_known:
             return (
                 f"{name}: a {kind.__module__}.{kind.__qualname__} that hfpatch does not know "
                 "(hfpatch.token_wise declares one that computes each token alone)"

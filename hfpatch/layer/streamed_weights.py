@@ -273,7 +273,7 @@ class StreamedWeights:
         self.pack([layer], device)
         if self.prefetched != index:
             self.drop()  # weights at rest may have changed: loaded, merged
-        with self._on_device(index, index + 1, index + 1):
+        with self._on_device(index, following=index + 1, prefetched=index + 1):
             yield
 
     @contextmanager
@@ -286,11 +286,14 @@ class StreamedWeights:
         if self.packed and (packed is None or packed.given_others()):
             raise edited(f"a weight of a {type(layer).__name__}", "replaced")
         following = None if next_layer is None else next_layer._hfpatch.index
-        with self._on_device(layer._hfpatch.index, following):
+        with self._on_device(layer._hfpatch.index, following=following, prefetched=None):
             yield
 
     @contextmanager
-    def _on_device(self, index: int, following: int | None, prefetched: int | None = None):
+    def _on_device(self, index: int, *, following: int | None, prefetched: int | None):
+        """Context with a layer's weights on the device. following: the layer to fetch meanwhile;
+        prefetched: what the attribute becomes.
+        """
         packed = self.packed.get(index)  # None after undo()
         if packed is None or not packed.nbytes:
             yield
@@ -313,8 +316,8 @@ class StreamedWeights:
             self.drop()
             raise
         finally:
-            # The caller may write to weights at rest, so the host waits for the copy. It began
-            # a layer ahead, so the device still has a layer to run.
+            # The caller may write to the host weights, so the CPU waits for this layer's copy, not
+            # for its kernels, which are already queued.
             if ticket is not None:
                 device.synchronize(ticket.ready)
             with torch.inference_mode(False):

@@ -93,7 +93,7 @@ class TimeTiles:
             states = self._handed_on(states, index, begins)
             if self.transfers is not None:
                 self._keep(states, len(pieces), buffers)
-                self.transfers.settle(under_way=UNDER_WAY)
+                self.transfers.settle(recent=UNDER_WAY)
             y, states = self._run(mixer, x_BTD[rows, a:b], (rows, a, b), index, states)
             if out is None:
                 out = y.new_empty(*x_BTD.shape[:2], *y.shape[2:])

@@ -67,8 +67,8 @@ class TimedCall(LayerCall):
         super().release()
         self.mixer = self.time = None
 
-    def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
-        if where is not None:
+    def run_forward(self, x_BTD: Tensor, keeping: str | None) -> list[Tensor]:
+        if keeping is not None:
             self.time.transfers = self.queue.transfers
             self.x = self.time.saved = self.queue.transfers.save(x_BTD)
         pieces = self.time.pieces(self.mixer, x_BTD.shape[1])

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import collecting, values_for_now
-from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, having, our_attention
+from hfpatch.context.current import (
+    Answering,
+    AttentionOptions,
+    Noting,
+    Stopped,
+    asking,
+    having,
+    our_attention,
+)
 from hfpatch.layer.adapted_experts import experts_forwards
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition
@@ -42,7 +50,7 @@ class Traced:
             the weights' gradients.
 
     Of the last `before`:
-        asked: scale, pattern and sinks of each attention call.
+        attention_options: scale, pattern and sinks of each attention call.
         mixers: modules that mix tokens otherwise.
         left: entries for later layers: key -> indices of k and v in the result of `before`.
 
@@ -64,7 +72,7 @@ class Traced:
     records: tuple[str, ...] | None = ()
     found: dict = field(default_factory=dict)
     adding: object = None
-    asked: list[Call] = field(default_factory=list)
+    attention_options: list[AttentionOptions] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
     left: dict = field(default_factory=dict)
     recorded: list = field(default_factory=list)
@@ -99,7 +107,7 @@ class Traced:
             parts = self._before(x_BtD, a, b)
         # mixers cast their input themselves, and autocast leaves float64
         if self.autocast is not None:
-            for i, x in enumerate(parts[: 3 * len(self.asked)]):
+            for i, x in enumerate(parts[: 3 * len(self.attention_options)]):
                 if x.dtype != torch.float64:
                     parts[i] = x.to(self.autocast)
         return parts
@@ -116,11 +124,13 @@ class Traced:
             pass
         else:
             raise note.not_stopped()
-        self.asked = [c.call() for c in note.calls]
+        self.attention_options = [asked.options() for asked in note.calls]
         shared = kwargs.get(SHARED_KEYS)
         if shared is not None:
             self.left = left_by(shared.written, note.calls)
-        parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
+        parts = []
+        for asked in note.calls:
+            parts += [x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)]
         self.mixers = []
         for name in self.traits.mixers:
             module = self.layer.get_submodule(name)
@@ -150,8 +160,8 @@ class Traced:
             can_skip = self.condition.can_skip
             if names not in can_skip:
                 can_skip[names] = skippable(self.layer, names)
-            filled = self.rng is not None
-            found = skipping(can_skip[names], device, adding=adding, filled=filled)
+            draws = self.rng is not None  # dropout needs the usual memory layout
+            found = skipping(can_skip[names], device, adding=adding, contiguous=draws)
         if adding:
             found += add_up(self.layer, found, device, adding)
         layouts, chains = self.condition.experts
@@ -185,10 +195,14 @@ class Traced:
         n = len(self.traits.attention)
         role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
         device = x_BtD.device
+        recording = nullcontext() if self.records is None else collecting(found)
+        gates = nullcontext()
+        if noted is not None or known:
+            gates = having(gate_up=(noted, known))
         with (
             self._forwards(names, device.type, unread),
-            nullcontext() if self.records is None else collecting(found),
-            having(gate_up=(noted, known)) if noted is not None or known else nullcontext(),
+            recording,
+            gates,
             replayed(self.rng, ("after", a), device),
         ):
             y = self._run(role, x_BtD, *self.arguments.tile(a, b))
@@ -208,9 +222,9 @@ class Traced:
 
     def run(self, args: tuple, kwargs: dict, unread: bool):
         """The layer's return value for a tile, with the mixers' states among these arguments.
-        unread: a backward follows, and the values are unread. What the output of `after` never
-        depends on is read by the mixers here.
+        unread: a backward follows, and the values are unread.
         """
+        # unread_always is left out: the mixers run here and read those values.
         before = self.traits.unread_always
         names = tuple(n for n in self.traits.unread_after if unread and n not in before)
         with self._forwards(names, args[0].device.type, True):
@@ -219,13 +233,26 @@ class Traced:
         return y
 
     # -- what a LayerCall and its Backward call ----------------------------------------------------
-    def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights):
+    def after_with_graph(
+        self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights
+    ):
+        """Runs `after` on a tile with a graph, and its backward.
+
+        Args:
+            x, outs_BtHE: the tile [B, t, D] of the layer's input, those of attention's outputs.
+            dys: gradients of what `after` returns, each [B, t, ...] or None.
+            known: gate and up of the tile, if they were kept. Emptied, which frees them.
+            weights: layer.weight_gradients.WeightGradients, which sums the weights' gradients.
+
+        Returns:
+            dx [B, t, D], None without need_x; the gradient [B, t, H, E_v] of each attention output.
+        """
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
         built = unmeasured if known else tile_graph("after", x)
         with torch.enable_grad():
-            # Aliases: FlopCounterMode hooks what modules are given, and autograd.grad refuses
-            # hooks of this kind on leaves. The gradient of x.view_as(x) has other strides than dy.
+            # Each is an alias, because FlopCounterMode hooks what a module gets, and autograd.grad
+            # refuses such hooks on leaves. view_as would change the gradient's strides.
             given = [y[...] for y in (x, *leaves)]
             tiles = self.after(given[0], given[1:], a, b, unread=True, known=known)
         built(tiles)
@@ -234,7 +261,15 @@ class Traced:
         # A product without a derivative gives no gradient (torchao's of int8 activations).
         return dx, [torch.zeros_like(y) if d is None else d for y, d in zip(leaves, douts)]
 
-    def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
+    def before_with_graph(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
+        """Runs `before` on a tile x [B, t, D] with a graph.
+
+        Returns:
+            What `before` returns: q [B, t, H, E], k and v [B, t, K, E] of each attention call, each
+            mixer's input [B, t, D].
+            A function that takes their gradients, of the same shapes, and returns dx [B, t, D] or
+            None. The weights' gradients are summed in `weights`.
+        """
         x = x.detach().requires_grad_(need_x)
         built = tile_graph("before", x)
         with torch.enable_grad():
@@ -248,8 +283,8 @@ class Traced:
             """
             ys = list(parts)
             dys = list(grads)
-            for asked, dsinks_H in zip(self.asked, dsinks or ()):
-                ys.append(asked.sinks_H)
+            for options, dsinks_H in zip(self.attention_options, dsinks or ()):
+                ys.append(options.sinks_H)
                 dys.append(dsinks_H)
             return self._walk(weights, ys, dys, [x], given)[0]
 
@@ -261,7 +296,8 @@ class Traced:
         """
         # Tiles of several rows are not contiguous, which some of torchao's products need.
         grads = [None if dy is None else dy.contiguous() for dy in grads]
-        found = walk([weights], outputs, grads, [*inputs, *(x for _, x in given)])
+        leaves = [leaf for _, leaf in given]
+        found = walk([weights], outputs, grads, [*inputs, *leaves])
         n = len(inputs)
         for (into, _), grad in zip(given, found[n:]):
             if grad is not None:
@@ -269,8 +305,12 @@ class Traced:
         return found[:n]
 
     @contextmanager
-    def for_backward(self, weights, several: bool):
-        self.adding = weights.adding if several else None
+    def for_backward(self, weights, many_tiles: bool):
+        """Context of a backward over the tiles. Yields the sums of the gradients of the arguments
+        that require one, each with its argument's shape. With many tiles, weight gradients are
+        added to `weights` inside their matmuls where the device can.
+        """
+        self.adding = weights.adding if many_tiles else None
         try:
             with self.arguments.gradients() as gradients:
                 yield gradients
@@ -280,6 +320,15 @@ class Traced:
             self.found = {}
 
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
+        """Hands on what the layer's call made, and returns what the layer's own forward returns.
+
+        Args:
+            y: the output [B, T, D].
+            extras: the recorded tensors [B, T, ...], the further return values, then the keys and
+                values [B, T, K, E] for later layers.
+            into: transformers' lists of recorded tensors, by key.
+            shared: takes the keys and values [B, K, T, E] for later layers, by key.
+        """
         extras = iter(extras)
         for key, dims in self.recorded:
             x = next(extras)

@@ -64,8 +64,9 @@ class WeightGradients(ExitStack):
             self.sums[index] = grad
 
     def adding(self, weight: Tensor):
-        """A function that adds dy_NO^T x_NI to a matrix's sum inside the matmul, or per expert with
-        rows up to offs_E of each. None with a single tile, or if the device cannot.
+        """Returns f(dy_NO, x_NI, offs_E=None), which adds dy^T x to this weight's sum inside the
+        matmul; with offs_E, expert e's rows end at offs_E[e]. None: frozen, a single tile, or a
+        matrix on a device without such matmuls.
         """
         index = self.index.get(id(weight))
         if index is None or not self.several:
@@ -101,21 +102,21 @@ class WeightGradients(ExitStack):
         return sums
 
 
-def walk(layers: list[WeightGradients], outputs, grads, inputs) -> list[Tensor | None]:
+def walk(sums: list[WeightGradients], outputs, grads, inputs) -> list[Tensor | None]:
     """The gradients of `inputs`, None where it wants none, from the gradients of a tile's outputs;
-    outputs without one, or without a graph, are left out. Gradients of the layers' weights are added
-    to their sums.
+    outputs without one, or without a graph, are left out. The gradients of the weights of `sums` are
+    added there.
     """
     pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
-    weights = [x for layer in layers for x in layer.tensors]
+    weights = [x for one in sums for x in one.tensors]
     if not pairs or not (wanted or weights):
         return [None] * len(inputs)
     ys, dys = zip(*pairs)
     found = iter(torch.autograd.grad(ys, [*wanted, *weights], dys, allow_unused=True))
     made = [next(found) if x.requires_grad else None for x in inputs]
-    for layer in layers:
-        for index, grad in zip(range(len(layer.tensors)), found):
+    for one in sums:
+        for index, grad in zip(range(len(one.tensors)), found):
             if grad is not None:
-                layer.add(index, grad)
+                one.add(index, grad)
     return made

@@ -10,7 +10,7 @@ its input offloaded; where it cannot run again in backward, it keeps everything.
     batch    the arguments of the stack's forward: all its layers run untiled (decoder/batch.py)
     call     the arguments of this layer's call (layer.py)
 
-A rare case gets a row here, not a mechanism. docs/internals/untiled.md is made from this list.
+For a rare case add a row; write no special code path. docs/internals/untiled.md is made from this list.
 """
 
 import sys
@@ -22,7 +22,7 @@ from functools import partial
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hfpatch.attention.attention import Pattern, supported
+from hfpatch.attention.attention import Pattern, why_no_kernel
 from hfpatch.compat import (
     MADE_FROM,
     autocast_dtype,
@@ -195,7 +195,7 @@ def _no_kernels(r) -> str | None:
     mask = r.kwargs.get("attention_mask")
     pattern = mask.pattern(softcap) if isinstance(mask, Mask) else Pattern(softcap=softcap)
     dtype = autocast_dtype(device.type) or r.x.dtype
-    return supported(r.condition.head_dim, dtype, device, pattern)
+    return why_no_kernel(r.condition.head_dim, dtype, device, pattern)
 
 
 # --- the list ------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ REASONS = (
     # What the stack was given.
     _batch(
         "stack's attention",
-        "a {class}, whose attention cannot be hfpatch's,",
+        "attention of a {class} that cannot be hfpatch's",
         lambda given, traits, batch: not traits.ours and given.kind.__name__,
     ),
     _batch(
@@ -302,7 +302,7 @@ REASONS = (
     ),
     _batch("reruns", "transformers' own checkpointing", lambda given, *_: given.reruns),
     _batch(
-        "shared dropout",  # of rows on several ranks: the sentence ends in not_exchanged's words
+        "dropout in shared rows",  # not_exchanged ends the sentence
         "attention dropout",
         lambda given, *_: (
             given.sequence

@@ -114,7 +114,7 @@ class ExchangedAttention(Attention):
     def __init__(self, sequence: Sequence):
         super().__init__()
         self.sequence = sequence
-        self.asked: list = []  # the layer's calls, with the sinks of all heads
+        self.calls: list = []  # AttentionOptions of the layer's calls, with all heads' sinks
 
     def _to_rows(self, x_BtHE: Tensor) -> Tensor:
         """[B, T, H/P, E]: whole rows of this rank's heads, from this rank's tokens of all heads."""
@@ -142,16 +142,16 @@ class ExchangedAttention(Attention):
         return replace(call, sinks_H=call.sinks_H.narrow(0, self.sequence.rank * own, own))
 
     def forward(
-        self, asked: list, mixers: list, parts: list[Tensor]
+        self, calls: list, mixers: list, parts: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """As Attention.forward. lse has whole rows of this rank's heads, and stays here.
 
         mixers: mixers that pass their states from rank to rank (layer/time_ranks.py).
         """
-        self.asked = asked
-        n = 3 * len(asked)  # q, k and v of each call
+        self.calls = calls
+        n = 3 * len(calls)  # q, k and v of each call
         mine = []
-        for call, q, k in zip(asked, parts[:n:3], parts[1:n:3]):
+        for call, q, k in zip(calls, parts[:n:3], parts[1:n:3]):
             why = why_not_shared_out(q.shape[2], k.shape[2], self.sequence.size)
             if why:
                 raise ValueError(f"hfpatch: {why}. Take another number of ranks.")
@@ -164,13 +164,13 @@ class ExchangedAttention(Attention):
         return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        n_calls = len(self.asked)
+        n_calls = len(self.calls)
         n = 3 * n_calls
         # 1. The kernels, on whole rows of this rank's heads. Their gradients overwrite q, k and v.
         whole = [*map(self._to_rows, parts[:n]), *parts[n:]]
         douts = [*map(self._to_rows, douts[:n_calls]), *douts[n_calls:]]
         grads = whole[:n] + into[n:]
-        own_dsinks = super().backward(whole, douts, lambda i: self._to_rows(outs(i)), lses, grads)
+        own_dsinks = super().backward(whole, douts, lambda: self._to_rows(outs()), lses, grads)
         del whole, douts
         # 2. Each rank gets the gradients of its tokens.
         into[n:] = grads[n:]
@@ -179,7 +179,7 @@ class ExchangedAttention(Attention):
             grads[i] = None
         # 3. A rank knows the gradients of its heads' sinks; the others' are zero here.
         dsinks = []
-        for call, own in zip(self.asked, own_dsinks):
+        for call, own in zip(self.calls, own_dsinks):
             if own is not None:
                 before = self.sequence.rank * len(own)
                 own = pad(own, (before, len(call.sinks_H) - before - len(own)))

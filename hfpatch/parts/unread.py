@@ -69,13 +69,15 @@ class _Product(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _unread_forward(module: nn.Linear, dense, value: float, adding, filled: bool, input: Tensor):
+def _unread_forward(
+    module: nn.Linear, dense, value: float, adding, contiguous: bool, input: Tensor
+):
     """Replaces `module.forward` while its values are unread. dense: from quantised.dense_of."""
     add = None
     if adding and not dense:
         add = adding(module.weight)
     y = _Product.apply(input, dense or module.weight, module.bias, value, module.out_features, add)
-    return y.contiguous() if filled else y
+    return y.contiguous() if contiguous else y
 
 
 def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
@@ -157,7 +159,7 @@ def skippable(layer: nn.Module, names) -> list[tuple]:
 
 
 def skipping(
-    found: list, device: str = "cpu", value: float = 0.0, adding=None, filled=False
+    found: list, device: str = "cpu", value: float = 0.0, adding=None, contiguous=False
 ) -> list:
     """Forwards that skip the matmul, to replace those of these modules.
 
@@ -166,7 +168,7 @@ def skipping(
         device: the type of the device.
         value: the constant that they return.
         adding: see add_up.
-        filled: return contiguous tensors. Dropout on a GPU draws by memory layout, so the layout
+        contiguous: return contiguous tensors. Dropout on a GPU draws by memory layout, so the layout
             must be the usual one. Bases of adapters are excluded: their values enter a sum.
 
     Returns:
@@ -180,8 +182,8 @@ def skipping(
             run = partial(experts.run, module, layout=layout, value=value, adding=adding)
         else:
             dense = None if type(module).forward is LINEAR else dense_of(module)
-            fill = filled and not of_adapter
-            run = partial(_unread_forward, module, dense, value, adding, fill)
+            usual = contiguous and not of_adapter
+            run = partial(_unread_forward, module, dense, value, adding, usual)
         pairs.append((module, run))
     return pairs
 

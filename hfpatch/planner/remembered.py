@@ -13,9 +13,9 @@ FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hfpat
 
 
 def _file(asked: dict) -> Path:
-    package = Path(__file__).parent.parent
-    sources = [*package.rglob("*.py"), *package.glob("lab/*.json")]
-    newest = max(path.stat().st_mtime_ns for path in sources)
+    # Code, and the rates and configs of lab/.
+    files = (f for f in Path(__file__).parent.parent.rglob("*") if f.suffix in (".py", ".json"))
+    newest = max(path.stat().st_mtime_ns for path in files)
     text = json.dumps([asked, newest, versions(LIBRARIES)], sort_keys=True, default=repr)
     return FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 

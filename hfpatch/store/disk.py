@@ -2,9 +2,9 @@
 
 A file is unlinked as soon as it is open. Its last user frees it, also after a crash, so no process
 has leftovers to sweep. A tensor goes through host memory of the pool: the copy stream fills it, and
-threads wait for the copy's event and write. A read does the reverse, started ahead of need. Every
-wait is for work that began earlier, in threads that wait for nothing later: no wait can hang,
-wherever a step was interrupted.
+threads wait for the copy's event and write. A read does the reverse, started ahead of need. Each
+wait is for work that was queued before it, so waits cannot form a circle, wherever a step was
+interrupted.
 """
 
 import os

@@ -1,21 +1,34 @@
 """Tensors that wait for a backward: on the device, in pinned host memory, or in files on a disk.
 
 Beside a device's compute stream each Transfers has two: to_host (copies to the store) and to_device
-(copies back). Which waits for which:
+(copies back).
+
+A stream waits, and the CPU runs ahead:
 
     save(x)      to_host waits for compute     x is complete, and so is the block's last fetch:
                  copy x -> block on to_host    its ticket made compute wait for it
                  x stays in `unsettled`
     settle()     compute waits for the copy    then x is freed, and its memory may be reused
+    out buffers  to_device waits for compute   earlier kernels in that memory are done
+                                               (kept.destinations)
     fetch(...)   to_device waits for compute,  earlier kernels in that memory are done, and the
                  or for the slot's last use    source is written: settle() came first
                  copy block -> slot on to_device
     ticket.wait  compute waits for to_device   the tensors may be used
-    ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
-                 slot's next fetch             ticket is freed
-    host waits   with files: in save() and fetch() for a free buffer, in ticket.wait() for the read;
-                 on_host(): before a batch's layers (labels, padding, documents); a pinned block is
-                 freed: for the device; streamed_weights.py: for the copies of a layer's weights
+    ticket.done  the tensors' own stream       then their memory may be reused. done() is called at
+                 waits for the copy or for     the last use of the tensors, or when an unused ticket
+                 the stream that used them     is freed. It marks the slot's last use
+
+The CPU waits:
+
+    save(x) to a file       for an older write              at most disk.UNDER_WAY tensors wait to
+                                                            be written
+    ticket.wait, a file     for the read                    the threads fill host memory
+                            for an older tile's copy        then a thread may fill its host memory
+    on_host()               for compute                     the CPU reads labels, padding, documents
+                                                            before a batch's layers
+    a pinned block's end    for the device                  no copy uses the block (device._unpin)
+    streamed_weights.py     for a layer's copies            the caller may write to the host weights
 
 A later settle() hides a copy longer. Callers limit the bytes of sources. Files: disk.py.
 
@@ -80,7 +93,7 @@ class Ticket:
     """A fetch in flight. wait() returns its tensors; done(), or freeing the ticket, frees its
     memory.
 
-    After Ctrl-C in __init__, __del__ finds the defaults.
+    If Ctrl-C interrupts __init__, __del__ still finds the class's default fields.
     """
 
     device: Device
@@ -196,12 +209,12 @@ class Transfers:
                     block.copy_(flat, non_blocking=device.pins)
             self.speed.end()
 
-    def settle(self, under_way: int = 0, room: int = 0) -> None:
+    def settle(self, recent: int = 0, room: int = 0) -> None:
         """Releases the sources of copies, the oldest first, after their streams wait for the
         copies.
 
         Args:
-            under_way: sources of this many latest settle() calls stay in any case.
+            recent: sources of this many latest settle() calls stay in any case.
             room: sources stay while all of them together take at most this many bytes.
 
         Raises:
@@ -213,7 +226,7 @@ class Transfers:
             self.unsettled = []
             self.unsettled_bytes = 0
         held = sum(nbytes for _, nbytes, _ in self.copied)
-        while len(self.copied) > under_way and held > room:
+        while len(self.copied) > recent and held > room:
             sources, nbytes, copied = self.copied[0]
             written_to = any(version(x) != before for x, before, _ in sources)
             for stream in {stream for _, _, stream in sources}:
@@ -354,14 +367,14 @@ class FetchQueue(Ring):
     def _fill(self) -> None:
         while self.pending and self.free:
             owner, pieces = self.pending[0]
-            filled = owner.destinations(pieces)
-            ticket = self.transfers.fetch(filled, self.free.popleft(), self.free)
+            given = owner.destinations(pieces)
+            ticket = self.transfers.fetch(given, self.free.popleft(), self.free)
             self.under_way.append((owner, ticket))
             self.pending.popleft()
 
-    def keep_only(self, owner) -> bool:
-        """Drops all fetches if one of them is another layer's: one pass then interleaves graphs
-        that two threads made. Returns whether fetches for `owner` are queued.
+    def drop_if_mixed(self, owner) -> bool:
+        """Drops all fetches if any belongs to another call; returns whether fetches of `owner` are
+        still queued. They mix where one backward interleaves graphs that two threads made.
         """
         if any(one is not owner for one, _ in (*self.under_way, *self.pending)):
             self.reset()

@@ -8,7 +8,7 @@ from hfpatch.budget.limits import environment_number
 from hfpatch.context.ranks import sequence_of, summed_gradients
 from hfpatch.lab.compat import for_now
 from hfpatch.layer.condition import look
-from hfpatch.layer.layer import PatchedLayer, why_not_shared
+from hfpatch.layer.layer import PatchedLayer, mixing_of
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.trainer.compat import deals_for_any_attention, skips_by_itself, unless_shared
 from hfpatch.trainer.configs import EngineConfig
@@ -125,8 +125,8 @@ def _heads_told(config):
 def shares_exactly(model) -> bool:
     """Whether ranks can share rows in all of the model's layers, unchanged since the probe."""
     layers = [m for m in model.modules() if isinstance(m, PatchedLayer)]
-    # A layer with a mixer beside attention gives "", and the stack decides.
-    unknown = any(why_not_shared(m._hfpatch.traits, look(m)) for m in layers)
+    # Of a layer that mixes tokens outside attention the stack decides.
+    unknown = any(mixing_of(m._hfpatch.traits, look(m)).unknown for m in layers)
     return not unknown and shares_rows(model)
 
 

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hfpatch
 from hfpatch.attention.attention import CAUSAL
 from hfpatch.context.attention import _Attention
-from hfpatch.context.current import Call
+from hfpatch.context.current import AttentionOptions
 from hfpatch.context.ranks import sequence_of, sharded
 
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # before any engine replaces it
@@ -117,9 +117,8 @@ def _ring(group):
     def sdpa(module, q, k, v, attention_mask, scaling=None, **kwargs):
         assert attention_mask is None, "a mask of a part of each row"
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        return _Attention.apply(
-            *heads, None, Call(scaling, CAUSAL, None), sequence_of(group, True)
-        ), None
+        options = AttentionOptions(scaling, CAUSAL, None)
+        return _Attention.apply(*heads, None, options, sequence_of(group, True)), None
 
     sdpa.__module__ = STOCK_SDPA.__module__
     return sdpa

@@ -98,7 +98,7 @@ def test_one_layout_of_shared_rows(layouts, zigzag):
         attention = exchange.ExchangedAttention(ranks)
         asked = SimpleNamespace(scale=0.25, pattern=A.CAUSAL, sinks_H=None)
         outs, lses = attention.forward([asked], [], [q, k, k])
-        attention.backward([q, k, k], [torch.randn_like(q)], outs.__getitem__, lses, [None] * 3)
+        attention.backward([q, k, k], [torch.randn_like(q)], iter(outs).__next__, lses, [None] * 3)
 
 
 @pytest.mark.parametrize("layouts", ["cudnn", "flash", "fa3", "efficient"], indirect=True)

@@ -235,7 +235,7 @@ def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
     monkeypatch.setattr(_fa3, "_fa3_scaled_dot_product_flash_attention_backward_impl", backward)
     results = []
     for backend in ("fa3", "cpu"):
-        monkeypatch.setattr(A, "supported", lambda *_: None)
+        monkeypatch.setattr(A, "why_no_kernel", lambda *_: None)
         out, lse, state = A.attention_forward(q, k, v, scale=0.25, backend=backend)
         results.append(
             (
@@ -338,13 +338,15 @@ def test_backend_of_each_device():
         (260, "head_dim 260 is not a multiple of 8"),
         (512, None),
     ):
-        assert A.supported(head_dim, torch.bfloat16, torch.device("cuda")) == reason
-    assert "packed" in A.supported(
+        assert A.why_no_kernel(head_dim, torch.bfloat16, torch.device("cuda")) == reason
+    assert "packed" in A.why_no_kernel(
         128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None))
     )
-    assert "window" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(window=4))
+    assert "window" in A.why_no_kernel(
+        128, torch.float32, torch.device("cuda"), A.Pattern(window=4)
+    )
     capped = A.Pattern(softcap=30.0)
-    assert "caps scores" in A.supported(256, torch.bfloat16, torch.device("cuda"), capped)
+    assert "caps scores" in A.why_no_kernel(256, torch.bfloat16, torch.device("cuda"), capped)
 
 
 class _Efficient:
@@ -416,7 +418,7 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
         (packed, True),
         (A.Pattern(window=4), False),
     ):
-        assert (A.supported(512, torch.bfloat16, cuda, pattern) is None) is served
+        assert (A.why_no_kernel(512, torch.bfloat16, cuda, pattern) is None) is served
 
 
 @pytest.mark.parametrize("window", [16, 192])

@@ -144,9 +144,9 @@ def _host_buffers(follower: Follower):
         yield
 
 
-def _on_cuda(supported):
-    """attention.supported as a GPU answers it. Layers without a kernel there run untiled here."""
-    return lambda head_dim, dtype, device, *pattern: supported(
+def _on_cuda(why_no_kernel):
+    """attention.why_no_kernel as a GPU answers it. Layers without a kernel there run untiled here."""
+    return lambda head_dim, dtype, device, *pattern: why_no_kernel(
         head_dim, dtype, torch.device("cuda"), *pattern
     )
 
@@ -164,7 +164,7 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
             # These serve tiled layers and whole ones.
             stack.enter_context(for_now(heads, pick=lambda *_: "flash"))
             for user in (attention, why_whole):
-                stack.enter_context(for_now(user, supported=_on_cuda(user.supported)))
+                stack.enter_context(for_now(user, why_no_kernel=_on_cuda(user.why_no_kernel)))
         for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
@@ -181,7 +181,7 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     for module in layers_in(model):
         pattern = attention.Pattern(softcap=module._hfpatch.traits.softcap)
         known = look(module)
-        unable = attention.supported(known.head_dim, dtype, torch.device("cpu"), pattern)
+        unable = attention.why_no_kernel(known.head_dim, dtype, torch.device("cpu"), pattern)
         found[known.reason or unable] += 1
     found.pop(None, None)
     return dict(found)
