@@ -40,7 +40,9 @@ def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> 
 
 def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     """Adds the layers' notes to the report."""
-    stack, layers, notes = decoder.stack, decoder.layers, report.notes
+    stack = decoder.stack
+    layers = decoder.layers
+    notes = report.notes
     whole = Counter(reason for layer in layers if (reason := look(layer).now))
     for reason, n in whole.items():
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")

@@ -44,7 +44,8 @@ PARTS = {
 
 def fuse_parts(decoder: Decoder, option: str, report: Report) -> None:
     ending, part_of = PARTS[option]
-    done, left = [], Counter()
+    done = []
+    left = Counter()
     for module in decoder.stack.modules():
         if not type(module).__name__.endswith(ending) or is_patched(module):
             continue
@@ -77,7 +78,8 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
     for outer in models:
         holder = next(path for path, m in outer.named_modules() if m is model)
         swap(outer, FusedCausalLM)
-        outer._hfpatch_holder, outer._hfpatch_head_name = holder, name
+        outer._hfpatch_holder = holder
+        outer._hfpatch_head_name = name
         outer._hfpatch_logits = logits
         outer._hfpatch_report = report
     model._hfpatch_trl = trl
@@ -90,7 +92,9 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
 
 def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -> None:
     """Gives the stack our attention, and its layers tile-by-tile execution where that is exact."""
-    stack, layers, skipped = decoder.stack, decoder.layers, report.skipped
+    stack = decoder.stack
+    layers = decoder.layers
+    skipped = report.skipped
     if "forward" in vars(stack):
         skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
@@ -155,7 +159,8 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
 
 def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> None:
     """Swaps the stack's class, and the class of a model around it that must hand positions on."""
-    stack, causal = decoder.stack, decoder.causal
+    stack = decoder.stack
+    causal = decoder.causal
     swap(stack, PatchedStack)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
     timed = bool(mixing) and all(a.all_timed for a in mixing)

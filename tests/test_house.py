@@ -35,7 +35,7 @@ FOLDERS = {
     "parts": (451, 5091),
     "attention": (400, 5225),
     "loss": (442, 5050),  # another mode of autograd, for who scores without a gradient in a forward
-    ".": (383, 3826),
+    ".": (386, 3826),
     "parallel": (176, 2146),
     "examples": (124, 1568),  # moved here from scripts/: what the wheel holds
 }  # fmt: skip

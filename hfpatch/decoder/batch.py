@@ -1,8 +1,7 @@
 """Reads the arguments of a stack's forward and decides how the forward runs.
 
 `read_batch` reads this rank's arguments, `share_rows` those of whole rows where ranks share rows,
-`decide` says how the forward runs. None changes the caller's arguments: what replaces them is
-returned, as `changes`. B rows, T tokens of a row.
+`decide` says how the forward runs. Arguments to replace are returned, as `changes`. B rows, T tokens.
 """
 
 from dataclasses import dataclass, replace
