@@ -25,8 +25,7 @@ from hfpatch.context.ranks import (
 from hfpatch.layer.why_whole import first
 from hfpatch.store.device import on_host
 
-# The most tokens of a batch that runs untiled until a backward has shown that nothing reads padding.
-# It costs little there: their mask takes at most 256 MiB.
+# Most tokens of a batch that runs untiled until a backward shows who reads padding (a 256 MiB mask).
 FEW = 1 << 14
 
 
