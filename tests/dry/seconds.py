@@ -12,6 +12,8 @@ launched where, which stream or host waits for what, and how many bytes each cop
 
 import collections
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -38,7 +40,13 @@ class Priced(clock.ClockFollower):
     """Context in which each operation of a step on the dry device is priced."""
 
     def __init__(self, gpu: Gpu):
-        super().__init__(Pen(gpu, torch.device("cuda")))
+        super().__init__(
+            Pen(gpu, torch.device("cuda")),
+            # Real tensors have no values behind them to know.
+            shadows=SimpleNamespace(
+                fake_mode=None, answer=lambda *_: (False, None), run=lambda *_: None
+            ),
+        )
 
     def _accumulates(self, args, kwargs) -> bool:
         return False  # the engine's thread has no Python caller to ask; a sum takes its time
@@ -52,8 +60,7 @@ class Priced(clock.ClockFollower):
 
 def lines_of(path, mark: str) -> list[list[str]]:
     """The words of the log's lines behind a mark."""
-    with open(path, errors="replace") as log:
-        words = [line.split() for line in log]
+    words = [line.split() for line in Path(path).read_text(errors="replace").splitlines()]
     return words[words.index(["M", *mark.split()]) :]
 
 
