@@ -28,7 +28,7 @@ FOLDERS = {
     "decoder": (1103, 12721),
     "ops": (865, 11366),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
-    "context": (712, 7943),
+    "context": (712, 7960),  # masks of floats beside positions, for who casts a mask
     "store": (527, 5216),
     "kernels": (566, 8353),
     "compat": (465, 4372),
