@@ -145,7 +145,8 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
         return Rows()
     # 2. Everything else that the host must know, in one copy.
     idle_BT = None if mask is None else batch.idle_BT
-    known = _on_host(mask, positions, idle_BT)
+    # The mask as bool: beside one of floats, one copy would round the positions.
+    known = _on_host(None if mask is None else mask.bool(), positions, idle_BT)
     if known is None:  # every row is one document
         return Rows()
     mask_BT, positions_BT, idle_BT = known
