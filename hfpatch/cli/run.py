@@ -123,16 +123,16 @@ def _options(args) -> dict:
 def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
     """Runs the command with these environment variables, and passes signals on to it.
 
-    Returns its exit code, -n if signal n ended it, and whether a signal came meanwhile.
+    Returns its exit code, -n if signal n ended it, and whether a signal arrived meanwhile.
     """
     variables = os.environ | environment
     before = {number: signal.getsignal(number) for number in _PASSED_ON}
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
-    came = []
+    heard = []
     children = []
 
     def pass_on(number, frame):
-        came.append(number)
+        heard.append(number)
         for child in children:
             if number != signal.SIGINT or not _in_foreground():
                 child.send_signal(number)
@@ -151,9 +151,9 @@ def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
             )
             return BAD_INPUT, False
         children.append(child)
-        for number in came:  # while the child began
+        for number in heard:  # while the child began
             child.send_signal(number)
-        return child.wait(), bool(came)
+        return child.wait(), bool(heard)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
