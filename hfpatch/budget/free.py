@@ -95,7 +95,7 @@ def host_free(root: str = "/") -> int | None:
     root = Path(root)
     left = [max(0, limit - used) for limit, used in cgroups(root)]
     info = meminfo(root)
-    available = info.get("MemAvailable")
+    available = info.get("MemAvailable", info.get("MemFree"))
     if available is not None:
         left.append(available)
     return min(left, default=None)

@@ -212,15 +212,16 @@ def parse_checkpointing(value) -> Checkpointing:
     if isinstance(value, dict):
         return Checkpointing(**value)
     texts = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(text, (str, os.PathLike)) for text in texts):
+        _place("checkpointing", WORDS, value)  # raises
     fields: dict = {}
-    for text in texts:
-        for word in re.split(_NEXT, str(text)):
-            for name, given in _field(word).items():
-                if fields.setdefault(name, given) != given:
-                    raise ValueError(
-                        f"hfpatch: checkpointing names {name} twice, got {fields[name]!r} and "
-                        f"{given!r}. Leave one out."
-                    )
+    for word in [word for text in texts for word in re.split(_NEXT, os.fspath(text))]:
+        for name, given in _field(word).items():
+            if fields.setdefault(name, given) != given:
+                raise ValueError(
+                    f"hfpatch: checkpointing names {name} twice, got {fields[name]!r} and "
+                    f"{given!r}. Leave one out."
+                )
     return Checkpointing(**fields)
 
 

@@ -99,9 +99,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     Example:
         q, k = rope(q, k, *rotary_emb(x, position_ids))
     """
-    batch, *_, tokens, width = q.shape
+    batch, _, tokens, width = q.shape if q.dim() == 4 else (0, 0, 0, 1)
     angles = (1, tokens, width), (batch, tokens, width)
-    fits = q.dim() == 4 and width % 2 == 0 and cos.shape == sin.shape and cos.shape in angles
+    fits = width % 2 == 0 and cos.shape == sin.shape and cos.shape in angles
     refuse(
         "rope",
         (not q.dtype.is_floating_point,

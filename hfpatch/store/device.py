@@ -26,17 +26,21 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
     """
     if not mapped:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    flags = {}
+    if hasattr(mmap, "MAP_PRIVATE"):  # not on Windows
+        flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, **flags)
     except OSError as error:
         raise MemoryError(
             f"hfpatch: the system could not give {nbytes / 2**30:.2f} GiB of host memory: {error}. "
             "Give the container more memory, or use Checkpointing(every=2) or "
             "Checkpointing(offload='/a/directory')."
         ) from error
-    memory.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)  # registering touches fewer pages
+    # Registering huge pages touches fewer of them.
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        with suppress(AttributeError, OSError):  # a system or a kernel without it
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -108,7 +108,7 @@ class HostPool:
 
     def take(self, nbytes: int) -> Loan:
         """A loan of at least nbytes, from a new block of that size if no block has room."""
-        nbytes += -nbytes % ALIGNED
+        nbytes = max(ALIGNED, nbytes + -nbytes % ALIGNED)
         for area in self.areas:
             loan = area.take(nbytes)
             if loan is not None:

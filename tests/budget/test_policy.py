@@ -182,8 +182,11 @@ def test_checkpointing_means_the_same_everywhere(value, wanted):
 
 @pytest.mark.parametrize(
     "value",
-    [True, False, None, 3, {"tile": "x"}, [3], "tile=x", "off,tile=8", "gpu,host", "keep="],
-)
+    [
+        True, False, None, 3, {"tile": "x"}, [3], "tile=x", "off,tile=8", "gpu,host", "keep=",
+        b"/tmp", [{"offload": "/tmp"}], [Checkpointing(offload="/tmp")],
+    ],
+)  # fmt: skip
 def test_what_checkpointing_does_not_mean_is_one_sentence(value):
     with pytest.raises(ValueError, match="^hfpatch: [^\n]*[.]$"):
         parse_checkpointing(value)

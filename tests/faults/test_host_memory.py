@@ -3,6 +3,7 @@ several devices; the way out.
 """
 
 import contextlib
+import mmap
 import os
 import re
 import subprocess
@@ -98,6 +99,13 @@ def test_forked_processes_do_not_keep_pinned_memory():
             assert " hg" in flags or not os.path.exists("/sys/kernel/mm/transparent_hugepage")
             return
     raise AssertionError("no such area")
+
+
+def test_a_system_without_these_flags_of_mmap_gives_memory_too(monkeypatch):
+    """Windows has none of them, nor the argument."""
+    for name in ("MAP_PRIVATE", "MADV_DONTFORK", "MADV_HUGEPAGE"):
+        monkeypatch.delattr(mmap, name, raising=False)
+    host_empty(8192, mapped=True).fill_(1)
 
 
 def test_no_block_is_larger_than_a_registration(monkeypatch):

@@ -143,6 +143,7 @@ def test_wrong_shapes_are_refused():
         (randn(2, 4, 5, 8), randn(2, 2, 4, 8)),
         (randn(2, 4, 5, 6), randn(2, 2, 5, 6)),
         (randn(4, 5, 8),) * 2,
+        (randn(5, 8),) * 2,
     ):
         with pytest.raises(ValueError, match="hfpatch: rope: q must be"):
             rope(q, k, cos, sin)
