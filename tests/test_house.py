@@ -39,9 +39,7 @@ FOLDERS = {
     "parallel": (176, 2146),
     "examples": (124, 1568),  # moved here from scripts/: what the wheel holds
 }  # fmt: skip
-TESTS = (
-    17995  # most statements of tests/; who continues a run in another folder keeps what it measured
-)
+TESTS = 18000  # most statements of tests/; host memory of who trains on Windows
 
 
 def statements(tree: ast.AST) -> int:
