@@ -106,8 +106,8 @@ class _WithoutLiger(Turn):
     as `TrainingArguments(use_liger_kernel=True)` does when Trainer is made.
     """
 
-    def __init__(self, modules):
-        super().__init__()
+    def __init__(self, modules, config):
+        super().__init__(config)
         self.modules = weakref.WeakSet(modules)
 
     def __enter__(self):
@@ -239,7 +239,7 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
         report.notes.append(f"fused ops run as {runs}.")
     # [Step 5] The layers' runtime, those of other towers, and the lock of all.
     watched = [model, decoder.causal or model, *decoder.layers[0].modules()]
-    turn = _WithoutLiger(watched)
+    turn = _WithoutLiger(watched, getattr(decoder.stack, "config", None))
     swaps.checkpoint(decoder, settings, found, turn, report)
     swaps.checkpoint_towers(model, decoder, settings, turn, report)
     if report.count("loss") and logits is not True:

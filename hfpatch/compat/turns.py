@@ -1,19 +1,24 @@
 """One model, one thread at a time."""
 
 import threading
+from weakref import WeakValueDictionary
 
 WAIT_SECONDS = 1800.0
+_LOCKS = WeakValueDictionary()  # by id(config)
 
 
 class Turn:
     """The lock of one patched model: held during each forward and each backward node, never between
     them.
 
-    It is reentrant. A copy or a pickle of the model has its own lock.
+    It is reentrant. Models with one config object share it: the config names their attention while
+    one of them runs. A copy or a pickle of the model has its own lock.
     """
 
-    def __init__(self):
+    def __init__(self, config=None):
         self.lock = threading.RLock()
+        if config is not None:
+            self.lock = _LOCKS.setdefault(id(config), self.lock)
 
     def __deepcopy__(self, memo):
         return Turn()

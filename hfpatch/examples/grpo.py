@@ -24,7 +24,7 @@ from hfpatch.examples.made import run
 
 def ends_itself(completions, **kwargs) -> list[float]:
     """1 for a completion that ends with a full stop."""
-    return [float(text.endswith(".")) for text in completions]
+    return [float(str(text).endswith(".")) for text in completions]
 
 
 def main(

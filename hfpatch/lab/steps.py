@@ -271,7 +271,7 @@ class Steps:
         fields |= {name: max(0.0, numbers[name]) for name in MEASURED}
         for parts in ("seconds", "whole"):
             named = (key for key in numbers if key[0] == parts)
-            fields[parts] = {key[1]: max(0, numbers[key]) for key in named}
+            fields[parts] = {key[1]: max(0.0, numbers[key]) for key in named}
         return Cost(tuple(moments), **fields, **base.meter)
 
 

@@ -107,7 +107,7 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
         wanted = {name: g.cpu() for name, g in _step(stock, batch).items()}
         rounding = Rounding(stock)
         noisy = _step(stock, batch)
-    if not rounding.step:  # both runs were of the model
+    if rounding.ran.isdisjoint(find_decoder(stock).layers[0].modules()):  # the model's own ran
         raise ValueError(
             "hfpatch: the model's copy must run its own layers, and its forward runs another's. "
             "Remove what wraps model.forward (accelerator.unwrap_model) and call verify() again."
@@ -222,12 +222,13 @@ def _distance(got: Tensor, wanted: Tensor) -> float:
 class Rounding:
     """Hooks that round outputs and gradients of a stock model's innermost modules at random.
 
-    step: the coarsest relative rounding step seen; dtype: the name of its dtype.
+    step: the coarsest relative rounding step seen; dtype: the name of its dtype; ran: the modules.
     """
 
     def __init__(self, model: nn.Module):
         self.step = 0.0
         self.dtype = ""
+        self.ran: set[nn.Module] = set()
         self.generators: dict[torch.device, torch.Generator] = {}
         for module in model.modules():
             if not any(True for _ in module.children()):
@@ -236,6 +237,7 @@ class Rounding:
     def _moved(self, module, args, out):
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return None
+        self.ran.add(module)
         # A rounding step, relative to the value; at least float32's.
         step = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
         if step > self.step:

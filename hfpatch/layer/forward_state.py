@@ -53,6 +53,11 @@ def places_in(modules: list[nn.Module]) -> list[tuple[nn.Module, dict, str]]:
     return found
 
 
+def tensor_at(module: nn.Module, table: dict, name: str) -> Tensor | None:
+    """The tensor of a place now. FSDP1 takes its views out of the parameters for a backward."""
+    return table.get(name, module.__dict__.get(name))
+
+
 class ForwardState:
     """A layer's tensors, each once, and its modules' switches, as of one forward.
 
@@ -107,7 +112,7 @@ class ForwardState:
                 "undo) before forward or after backward."
             )
         for (module, table, name), x, count in zip(self.places, self.tensors, self.counts):
-            if table.get(name) is not x or count not in (None, version(x)):
+            if tensor_at(module, table, name) is not x or count not in (None, version(x)):
                 raise edited(f"{type(module).__name__}.{name}", "replaced or modified in place")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import hooked, without_hooks
-from hfpatch.layer.forward_state import ForwardState, as_in_forward
+from hfpatch.layer.forward_state import ForwardState, as_in_forward, tensor_at
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
 
@@ -37,7 +37,7 @@ class WeightGradients(ExitStack):
     def __enter__(self):
         super().__enter__()
         self.enter_context(as_in_forward(self.state))
-        self.tensors = [table[name] for _, table, name in self.state.trained]
+        self.tensors = [tensor_at(*place) for place in self.state.trained]
         for x in self.tensors:
             if not x.requires_grad:  # frozen since the forward
                 self.callback(x.requires_grad_, False)

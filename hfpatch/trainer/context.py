@@ -70,7 +70,7 @@ def _rope(config) -> dict:
 
 def _asked(scaling: str) -> dict:
     try:
-        asked = dict(json.loads(scaling))
+        asked = {**json.loads(scaling)}  # TypeError for all but an object
     except (TypeError, ValueError) as error:
         raise ValueError(
             "hfpatch: --rope_scaling must be a JSON object such as "

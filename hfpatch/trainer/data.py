@@ -70,6 +70,15 @@ def encoded(rows, tokenizer, data, template, vocab_size: int) -> Iterator[dict]:
             yield made
 
 
+def need_template(tokenizer, place: str) -> None:
+    """ValueError if the tokenizer has no template for the chat at this place."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "hfpatch: chat messages need a chat template, and the tokenizer has none. Give "
+            f"--chat_template FILE (the first at {place})."
+        )
+
+
 def _text_or_tokens(place, row, tokenizer, data, template) -> str | tuple | chat.BadRow:
     """A plain text, the (ids, learned) of another row, or why the row is bad."""
     if isinstance(row, chat.BadRow):
@@ -78,11 +87,8 @@ def _text_or_tokens(place, row, tokenizer, data, template) -> str | tuple | chat
         kind = chat.kind_of(row, data.text_field) if data.kind == "auto" else data.kind
         if kind == "text":
             return chat.text_of(row, data.text_field)
-        if chat.is_chat(row, kind) and not tokenizer.chat_template:
-            raise ValueError(
-                "hfpatch: chat messages need a chat template, and the tokenizer has none. Give "
-                f"--chat_template FILE (the first at {place})."
-            )
+        if chat.is_chat(row, kind):
+            need_template(tokenizer, place)
         return chat.encode(row, tokenizer, kind=kind, template=template)
     except chat.BadRow as error:
         return error
@@ -209,7 +215,7 @@ def load_tokenizer(model, data, rows):
     """The tokenizer of the run, with its chat template. Raises ValueError."""
     if model.train_tokenizer:
         columns = (data.text_field, "prompt", "completion", *chat.CHAT_FIELDS)
-        found = ([row.get(name) for name in columns] for row in rows.good())
+        found = ([row.get(name) for name in columns] for _, row in rows.good())
         texts = itertools.chain.from_iterable(map(chat.strings, found))
         made = tokenizer.train(texts, model.train_tokenizer)
     else:
@@ -266,7 +272,9 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
     """Tokenizes (or finds in the cache), splits, cuts and packs the data. Raises ValueError."""
     # The first row decides whether the data are a chat.
     template = chat.OWN
-    if tokenizer.chat_template and chat.is_chat(next(rows.good(), {}), data.kind):
+    place, first = next(rows.good(), ("", {}))
+    if chat.is_chat(first, data.kind):
+        need_template(tokenizer, place)
         template = chat.training_template(tokenizer)
     if template.text is not None:
         say("hfpatch: chat: TRL's training template, whose markers show the assistant's turns")

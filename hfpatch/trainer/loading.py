@@ -62,8 +62,8 @@ def loads(what: str, name: str, hint: str = ""):
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.ENOMEM):
             raise
         why = " ".join(str(error).split())[:300].removeprefix("hfpatch: ").rstrip(".")
-        if not isinstance(error, (OSError, ValueError)) and not error.__cause__:
-            why = f"{type(error).__name__} {why}"
+        if not (why and (isinstance(error, (OSError, ValueError)) or error.__cause__)):
+            why = f"{type(error).__name__} {why}".rstrip()
         raise ValueError(f"hfpatch: {what} from {name!r}: {why}{hint}.") from error
 
 

@@ -43,8 +43,8 @@ class Rows:
     read: Callable[[], Iterator[tuple[str, dict | chat.BadRow]]]
     digest: str
 
-    def good(self) -> Iterator[dict]:
-        return (row for _, row in self.read() if isinstance(row, dict))
+    def good(self) -> Iterator[tuple[str, dict]]:
+        return ((place, row) for place, row in self.read() if isinstance(row, dict))
 
 
 def reader_of(file: Path) -> str | None:
@@ -78,9 +78,12 @@ def rows_of(paths, data, split: str) -> Rows:
         if reader_of(name) or name.is_absolute() or len(name.parts) > 2:  # no name of the hub's
             raise ValueError(f"hfpatch: {name} is no file or folder here. Check the path.")
         with loads("no file, folder or hub data set loads", str(name), "; check --data"):
-            table = datasets.load_dataset(
-                str(name), data.data_config, split=split, streaming=data.streaming
-            )
+            try:
+                table = datasets.load_dataset(
+                    str(name), data.data_config, split=split, streaming=data.streaming
+                )
+            except datasets.exceptions.DatasetGenerationError as error:
+                raise error.__cause__ or error from None  # the cause says why
         return Rows(partial(_numbered, table, name), getattr(table, "_fingerprint", repr(paths)))
     saved = (name / "dataset_info.json").is_file() or (name / "dataset_dict.json").is_file()
     if len(paths) == 1 and saved:

@@ -11,6 +11,7 @@ import peft
 import pytest
 import tiny
 import torch
+from test_users_modules import less_their_mean
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -167,17 +168,13 @@ def test_a_layer_given_a_module_after_apply_runs_whole(capsys):
     assert "run untiled, their inputs offloaded: mlp.down_proj: a " in capsys.readouterr().err
 
 
-def _less_their_mean(forward):
-    return lambda *args: (y := forward(*args)) - y.mean(1, keepdim=True)
-
-
 def _last_doubled(forward):
     return lambda *args: (
         (y := forward(*args)) + torch.cat([torch.zeros_like(y[:, 1:]), y[:, -1:]], 1)
     )
 
 
-@pytest.mark.parametrize("other", [_less_their_mean, _last_doubled], ids=["mixes", "by place"])
+@pytest.mark.parametrize("other", [less_their_mean, _last_doubled], ids=["mixes", "by place"])
 @pytest.mark.parametrize("when", ["before", "after", "class"])
 def test_forwards_of_the_users_own_see_whole_rows(when, other, monkeypatch):
     """No verdict tells of them: what they make of a tile's tokens is not what they make of a

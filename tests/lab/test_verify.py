@@ -19,6 +19,11 @@ def long_batch(tokens=64):
     return {"input_ids": ids, "labels": ids}
 
 
+def as_mixed_precision(forward):
+    """As accelerate wraps a forward."""
+    return lambda *args, **kwargs: forward(*args, **kwargs)
+
+
 # Three tiles, so that sums over tiles and what is fetched are part of it.
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,11 +121,11 @@ def test_what_cannot_be_compared_is_refused_with_a_sentence():
         hfpatch.verify(torch.nn.Linear(1, 1), long_batch())
     with pytest.raises(ValueError, match="hfpatch: some parameters must train"):
         hfpatch.verify(tiny.llama().requires_grad_(False), long_batch())
-    inner = model.forward
-    # As accelerate's mixed precision does.
-    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    with pytest.raises(ValueError, match="hfpatch: the model's copy must run its own"):
-        hfpatch.verify(model, long_batch())
+    for wrapped in (model.model.layers[0], model.model, model):
+        wrapped.forward = as_mixed_precision(wrapped.forward)
+        with pytest.raises(ValueError, match="hfpatch: the model's copy must run its own"):
+            hfpatch.verify(model, long_batch())
+        del wrapped.forward
 
 
 def test_a_result_that_is_nan_is_not_ok():

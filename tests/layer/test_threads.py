@@ -90,6 +90,16 @@ def test_two_threads_train_one_model(family, way, backward, restless):
         assert_close(ours, wanted)
 
 
+def test_models_of_one_config_take_turns(restless):
+    """The config names hfpatch's attention while one of them runs, and the user's own afterwards."""
+    stock = small_model("llama")
+    models = [type(stock)(stock.config) for _ in range(2)]
+    for model in models:
+        hfpatch.apply(model, checkpointing=WAYS["tiled"])
+    in_threads(lambda i: [loss_of(models[i], i).backward() for _ in range(4)], together=True)
+    assert stock.config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_generation_from_a_streamers_thread(way):
     """As a chat page does it: a thread generates and fills a streamer, the main thread reads."""

@@ -78,16 +78,18 @@ def of_groups(qat):
     return qat.IntxFakeQuantizeConfig(torch.int4, group_size=16)
 
 
-def of_tokens(qat, **more):
-    return qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, **more)
-
-
 # (recipe, how, a part of the reason why its layers run untiled or None where they are tiled)
 RECIPES = {
     "rowwise": (trained_in_float8("rowwise"), None),
     "rowwise_with_gw_hp": (trained_in_float8("rowwise_with_gw_hp"), None),
     "tensorwise": (trained_in_float8("tensorwise"), "one scale"),
-    "qat per token": (fake_quantised(of_tokens, of_groups), "one scale"),
+    "qat per token": (
+        fake_quantised(
+            lambda qat: qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+            of_groups,
+        ),
+        "one scale",
+    ),
     "qat of weights": (fake_quantised(lambda qat: None, of_groups), "one scale"),
     "mx": (trained_in_mx(), "one scale"),
 }

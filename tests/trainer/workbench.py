@@ -28,15 +28,10 @@ TEMPLATE = (
 
 def history(folder: Path) -> list[dict]:
     """The log of the last checkpoint, or of trainer_state.json in the folder itself."""
-    states = [
-        folder / "trainer_state.json",
-        *sorted(folder.glob("checkpoint-*/trainer_state.json"), key=_step),
-    ]
+    saved = folder.glob("checkpoint-*/trainer_state.json")
+    by_step = sorted(saved, key=lambda state: int(state.parent.name.rpartition("-")[2]))
+    states = [folder / "trainer_state.json", *by_step]
     return json.loads([s for s in states if s.is_file()][-1].read_text())["log_history"]
-
-
-def _step(state: Path) -> int:
-    return int(state.parent.name.rpartition("-")[2])
 
 
 def variables_of(**more) -> dict[str, str]:
