@@ -48,7 +48,8 @@ def _fake(q, k, cos, sin, transpose, dtype):
 
 def _rope(q, k, cos, sin, transpose, dtype):
     if transpose:
-        sin = -sin.roll(sin.shape[-1] // 2, -1)
+        # wide: autocast on a CPU rolls no float16
+        sin = -sin.to(wide_dtype(q.dtype, sin.dtype)).roll(sin.shape[-1] // 2, -1)
     outs = _fake(q, k, cos, sin, transpose, dtype)
     for out, y in zip(outs, rope_ref(q, k, cos, sin)):
         out.copy_(y)

@@ -240,4 +240,5 @@ def test_rows_are_read_as_they_are_written(tokenizer, tmp_path):
     rows = [{"messages": [], "tools": [tool]} for tool in tools] + [{"text": "a", "late": 1}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     paths = [str(tmp_path / "a.jsonl")]
-    assert [*module.rows_of(paths, DataArguments(data=paths), "train").good()] == rows
+    found = module.rows_of(paths, DataArguments(data=paths), "train").good()
+    assert [row for _, row in found] == rows
