@@ -145,8 +145,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
         return Rows()
     # 2. Everything else that the host must know, in one copy.
     idle_BT = None if mask is None else batch.idle_BT
-    # The mask as bool: beside one of floats, one copy would round the positions.
-    known = _on_host(None if mask is None else mask.bool(), positions, idle_BT)
+    known = _on_host(mask, positions, idle_BT)
     if known is None:  # every row is one document
         return Rows()
     mask_BT, positions_BT, idle_BT = known
@@ -225,9 +224,14 @@ def _chunks(starts_BT: Tensor, positions_BT: Tensor | None, chunk: int) -> Tenso
 
 
 def _on_host(*given: Tensor | None) -> list[Tensor | None] | None:
-    """These tensors on the host, in one copy; None in a simulation, which has no values."""
+    """These tensors on the host, in one copy; None in a simulation, which has no values.
+
+    A mask of floats goes as bool: beside it the copy would round positions.
+    """
     # Without any, a number shows a simulation, and nothing waits for the device.
-    xs = [x for x in given if x is not None] or [torch.zeros(1, device="cpu")]
+    xs = [x.bool() if x.is_floating_point() else x for x in given if x is not None] or [
+        torch.zeros(1, device="cpu")
+    ]
     flat = on_host(torch.cat([x.reshape(-1) for x in xs]))
     if flat is None:
         return None

@@ -89,14 +89,14 @@ def config_of(case: Case):
     from transformers import AutoConfig
 
     from hfpatch.lab import made
-    from hfpatch.lab.presets import PRESETS
+    from hfpatch.lab.presets import find_preset
     from scripts.families import family_config
 
     tokens = max(tokens for _, tokens in case.rows)
     changes = dict(case.changes)
     if case.layers:
         changes["num_hidden_layers"] = case.layers
-    if case.model in PRESETS:
+    if find_preset(case.model):
         return made.config_of(case.model, changes, tokens)
     values = family_config(case.model)
     if case.layers:
