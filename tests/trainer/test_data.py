@@ -239,6 +239,5 @@ def test_rows_are_read_as_they_are_written(tokenizer, tmp_path):
     tools = [{"function": {"name": n, "parameters": {n: {"type": "string"}}}} for n in "xy"]
     rows = [{"messages": [], "tools": [tool]} for tool in tools] + [{"text": "a", "late": 1}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    paths = [str(tmp_path / "a.jsonl")]
-    found = module.rows_of(paths, DataArguments(data=paths), "train").good()
-    assert [row for _, row in found] == rows
+    data = DataArguments(data=[str(tmp_path / "a.jsonl")])
+    assert [row for _, row in module.rows_of(data.data, data, "train").good()] == rows
