@@ -52,8 +52,11 @@ def sft(folder: str) -> dict:
 
 
 def rollout(prompts: list, trainer) -> dict:
-    """Completions of 1,024 tokens. What the model writes itself is garbage, and may be empty."""
+    """Completions of 1,024 tokens. What the model writes itself is garbage, and may be empty; whether
+    all rows ended is garbage too."""
     ids = [[1, 2, 3]] * len(prompts)
+    steps = iter(range(8))
+    trainer.model._has_unfinished_sequences = lambda *_, **__: next(steps, None) is not None
     trainer.model.generate(torch.tensor(ids, device="cuda"), max_new_tokens=8, do_sample=False)
     completions = [[4] * 1024] * len(prompts)
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
