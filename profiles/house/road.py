@@ -22,7 +22,7 @@ import threading
 import tokenize
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-NEIGHBOURS = {"planner", "trainer", "lab", "cli", "__main__"}
+NEIGHBOURS = {"planner", "trainer", "lab", "cli", "examples", "__main__"}
 LIMITS = ("forward", "inside", "backward", "core", "statements", "wide")
 
 
