@@ -27,6 +27,7 @@ from hfpatch.layer import policies
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.policies import Policies, Shape
+from hfpatch.layer.residual_streams import Streams, joined, streams_of
 from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
 from hfpatch.layer.traits import layers_in
 from hfpatch.parallel.shards import Shards
@@ -102,17 +103,20 @@ class LayerRuntime(Policies):
     # Causality hides the padding behind a row from real tokens, so layers need no mask. But padding
     # sees itself, so its outputs are not transformers'. A loss that the model computes names the
     # tokens that it reads (loss/causal_model.py). Any other reader shows by its gradient.
-    def watch_padding(self, x_BTD: Tensor) -> None:
+    def watch_padding(self, x: Tensor) -> None:
         """Looks at the gradient of a layer's input, in the first layer whose input has one: it comes
         from all that reads padding behind that."""
         hidden_BT = self.hidden_BT
-        if hidden_BT is not None and x_BTD.requires_grad and x_BTD.shape[:-1] == hidden_BT.shape:
-            x_BTD.register_hook(partial(self._look, hidden_BT))
+        if hidden_BT is None or not x.requires_grad:
+            return
+        streams = streams_of(x, *hidden_BT.shape)
+        if joined(x, streams).shape[:-1] == hidden_BT.shape:
+            x.register_hook(partial(self._look, hidden_BT, streams))
             self.hidden_BT = None
 
-    def _look(self, hidden_BT: Tensor, dy_BTD: Tensor) -> None:
+    def _look(self, hidden_BT: Tensor, streams: Streams | None, dy: Tensor) -> None:
         # NaN, which a mask of zeros does not remove, is not above 0.
-        size_BT = torch.linalg.vector_norm(dy_BTD.detach(), torch.inf, -1)
+        size_BT = torch.linalg.vector_norm(joined(dy.detach(), streams), torch.inf, -1)
         read = (hidden_BT & (size_BT > 0)).any()
         self.padding_read = read if self.padding_read is None else read | self.padding_read
 

@@ -181,8 +181,7 @@ class Runs:
 
     def ended(self, how: str, name: str, checkpoint: str, *more) -> None:
         """Two ranks, of which the last is ended by SIGKILL ("killed"), or fails in the middle of an
-        exchange, as soon as that checkpoint is there: the other ends within a minute, and the
-        checkpoint is whole.
+        exchange, as soon as that checkpoint is whole: the other ends within a minute.
         """
         words = [*self.common, "--output_dir", self.folder / name, *more, *self.share]
         there = self.folder / name / checkpoint
@@ -190,7 +189,11 @@ class Runs:
             2, [*map(str, words)], **({} if how == "killed" else {"FAILS": str(there)})
         )
         ranks, began = {}, time.monotonic()
-        while run.poll() is None and not there.exists() and time.monotonic() - began < 200:
+        while (
+            run.poll() is None
+            and there not in folders.checkpoints(there.parent)
+            and time.monotonic() - began < 200
+        ):
             ranks = processes_of(run.pid) if len(ranks) < 2 else ranks
             time.sleep(0.02)
         if how == "killed":
