@@ -38,8 +38,9 @@ def timed_mixers(model):
     return [m.get_submodule(name) for m in layers for name, _ in m._hfpatch.traits.timed]
 
 
-def lengths(model, found: list):
-    """Notes how many tokens the projections of each mixer that runs in time are given."""
+def lengths(model) -> list[int]:
+    """How many tokens the projections of each mixer that runs in time are given, from now on."""
+    found = []
 
     def note(module, args):
         found.append(args[0].shape[1])
@@ -47,6 +48,7 @@ def lengths(model, found: list):
     for mixer in timed_mixers(model):
         inside = next(m for m in mixer.modules() if isinstance(m, torch.nn.Linear))
         inside.register_forward_pre_hook(tiny.OfAnEngine(note))
+    return found
 
 
 def patched(stock, checkpointing=TILE):
@@ -77,9 +79,8 @@ def test_gradients_are_those_of_whole_rows(name):
     stock = families.small_model(name)
     ours, report = patched(stock)
     assert timed_mixers(ours) and "run in tiles through time" in report
-    runs: list = []
     step(ours, padded(batch(TOKENS)))  # the first padded one runs untiled
-    lengths(ours, runs)
+    runs = lengths(ours)
     for given in (batch(TOKENS), padded(batch(TOKENS))):
         with lifted():
             _, loss, grads = step(ours, given)
@@ -129,8 +130,7 @@ def test_documents_are_cut_from_their_own_start(name):
     stock = families.small_model(name)
     ours, _ = patched(stock)
     given, pieces = packed()
-    runs: list = []
-    lengths(ours, runs)
+    runs = lengths(ours)
     with lifted():
         wanted = step(stock, None, pieces)[2]
         assert_same(step(ours, given)[2], wanted, 1e-12)
@@ -143,9 +143,8 @@ def test_streams_behind_the_tokens():
     stock = families.small_model("glm5_next")
     ours, report = patched(stock)
     assert timed_mixers(ours) and "untiled" not in report and "refused" not in report
-    runs: list = []
     step(ours, padded(batch(99)))  # the first padded one runs untiled
-    lengths(ours, runs)
+    runs = lengths(ours)
     with lifted():
         assert_same(step(ours, padded(batch(99)))[2], step(stock, padded(batch(99)))[2], 1e-12)
     assert {64, 35} <= set(runs)
@@ -166,8 +165,7 @@ def test_ways_of_keeping(settings):
     stock = families.small_model("qwen3_5_text")
     how = {"offload": "host", "tile": 64} | settings
     ours, _ = patched(stock, hfpatch.Checkpointing(**how))
-    runs: list = []
-    lengths(ours, runs)
+    runs = lengths(ours)
     with lifted():
         assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-12)
     assert max(runs) == 64
