@@ -64,8 +64,7 @@ def test_adapters_over_a_base_that_stays(packed):
     stock = adapted("qwen3_5_text", packed)
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
-    runs: list = []
-    lengths(ours.base_model.model, runs)
+    runs = lengths(ours.base_model.model)
     with lifted():
         got, wanted = (step(m, batch(TOKENS))[2] for m in (ours, stock))
     assert any(".linear_attn." in name for name in wanted)
@@ -81,8 +80,7 @@ def test_frozen_weights_come_from_the_host():
         ours = copy.deepcopy(model)
         how = hfpatch.Checkpointing(offload="host", tile=64, frozen_weights=place)
         hfpatch.apply(ours, checkpointing=how, **UNFUSED)
-        runs: list = []
-        lengths(ours.base_model.model, runs)
+        runs = lengths(ours.base_model.model)
         found.append(step(ours, batch(TOKENS))[2])
         calls.append(runs)
     assert_same(*found, 0.0)
