@@ -1,8 +1,9 @@
 """The attention kernels for plain causal rows, and the choice between them.
 
 The choice is a table by compute capability, FASTEST. The environment variable HFPATCH_ATTENTION
-names another kernel for rows that any kernel takes. cuDNN makes a plan for each exact length, in 0.4 to 1 s, so a process that has
-run more than FEW_LENGTHS lengths uses FlashAttention-2, which makes none.
+names another kernel for rows that any kernel takes. cuDNN makes a plan for each exact length, in
+0.4 to 1 s, so a process that has run more than FEW_LENGTHS lengths uses FlashAttention-2, which
+makes none.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim. A kernel's tensors are
 [B, heads, T, E] views.
