@@ -139,8 +139,8 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     if bounds is not None:
         positions = None
         if mask is None and chunk is None:
-            every_row = range(0, B * T, T)
-            return Rows(_from_bounds(sorted({*bounds, *every_row}), B, T, batch.device))
+            # Each row begins a document too.
+            return Rows(_from_bounds(sorted({*bounds, *range(0, B * T, T)}), B, T, batch.device))
     elif mask is None and positions is None and chunk is None:
         return Rows()
     # 2. Everything else that the host must know, in one copy.
