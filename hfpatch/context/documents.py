@@ -229,8 +229,8 @@ def _on_host(*given: Tensor | None) -> list[Tensor | None] | None:
     A mask of floats goes as bool: beside it the copy would round positions.
     """
     xs = [x.bool() if x.is_floating_point() else x for x in given if x is not None]
-    if not xs:  # a number shows a simulation, and nothing waits for the device
-        xs = [torch.zeros(1, device="cpu")]
+    # Without any, a number shows a simulation, and nothing waits for the device.
+    xs = xs or [torch.zeros(1, device="cpu")]
     flat = on_host(torch.cat([x.reshape(-1) for x in xs]))
     if flat is None:
         return None
