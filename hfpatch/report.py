@@ -1,10 +1,10 @@
-"""The report of apply(), printed in at most ten lines; `details` holds the rest."""
+"""The report of apply(), printed as a title and at most ten lines; `details` holds the rest."""
 
 import os
 import sys
 from dataclasses import dataclass, field
 
-LINES = 11
+LINES = 11  # with the title
 
 
 def say(line: str) -> None:
@@ -15,8 +15,8 @@ def say(line: str) -> None:
 
 @dataclass
 class Report:
-    """The result of `hfpatch.apply`. Printed, it has at most ten lines. On ranks other than 0
-    (RANK) the printed form is empty, but the fields are filled.
+    """The result of `hfpatch.apply`. Printed, it is a title and at most ten lines. On ranks
+    other than 0 (RANK) the printed form is empty, but the fields are filled.
 
     Attributes:
         model: class name of the model.

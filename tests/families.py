@@ -46,13 +46,13 @@ TILED = (
     "solar_open",
 )  # fmt: skip
 MORE = (
-    "afmoe", "aria_text", "axk1", "axk2", "bart", "blenderbot-small",
+    "afmoe", "aria_text", "axk1", "axk2",
     "cohere2_moe", "dots3_note_text",
     "exaone_moe", "flex_olmo", "glm", "glm4_moe_lite", "granite_swa", "granitemoe_swa",
     "granitemoeshared", "helium",
     "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3",
     "minimax_m2", "minimax_m3_vl_text",
-    "olmo", "pegasus", "phi", "phimoe", "vaultgemma",
+    "olmo", "phi", "phimoe", "vaultgemma",
 )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ REFUSED = {
     "packed rows beside a cache": (
         {"positions": TWO, "use_cache": True}, {}, "a KV cache needs one document"
     ),
-    "layers that mix documents": ({"positions": TWO}, {"apart": False}, "one document a sequence"),
+    "layers that mix documents": ({"positions": TWO}, {"isolates": False}, "one document a sequence"),
     "mixers of transformers' layers": (
         {"positions": TWO, "tiled": False}, {"mixers": True}, "pass seq_idx"
     ),
