@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.attention.heads import Attention
 from hfpatch.compat import autocast_dtype
-from hfpatch.context.current import NAME, Asked, current, named, not_exchanged
+from hfpatch.context.current import NAME, AttentionCall, current, named, not_exchanged
 from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
 from hfpatch.context.ranks import attends_to_all_before
 from hfpatch.parallel.exchange import ExchangedAttention
@@ -81,10 +81,12 @@ def attention(
     if not getattr(module, "training", True):
         dropout = 0.0
     told = _told(module, kwargs)
-    asked = Asked(module, query, key, value, attention_mask, scaling, softcap, s_aux, dropout, told)
+    call = AttentionCall(
+        module, query, key, value, attention_mask, scaling, softcap, s_aux, dropout, told
+    )
     if current.role is None:
-        return _whole(asked, kwargs)
-    return current.role(asked), None
+        return _whole(call, kwargs)
+    return current.role(call), None
 
 
 def _own_eager(module):
@@ -109,11 +111,11 @@ class _Attention(torch.autograd.Function):
     """Attention of a layer that is not tiled. sequence: the ranks that share its rows, or None."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, call, sequence):
+    def forward(ctx, q, k, v, sinks, options, sequence):
         ctx.attention = Attention(wide=True)
         if sequence is not None:
             ctx.attention = ExchangedAttention(sequence)
-        outs, lses = ctx.attention.forward([call], [], [q, k, v])
+        outs, lses = ctx.attention.forward([options], [], [q, k, v])
         ctx.save_for_backward(q, k, v, *outs, *lses)
         return outs[0]
 
@@ -131,78 +133,78 @@ def _sequence():
     return None if current.batch is None else current.batch.sequence
 
 
-def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
+def _whole(call: AttentionCall, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     """(out, probabilities or None) of whole rows. kwargs: the other arguments of the call."""
     sequence = _sequence()
-    reason = asked.why_not_tiled()
+    reason = call.why_not_tiled()
     if reason is not None and sequence is not None:
         raise not_exchanged(reason)
-    scaled = asked.softcap is not None or asked.sinks_H is not None
+    scaled = call.softcap is not None or call.sinks_H is not None
     probabilities = current.batch is not None and current.batch.probabilities
-    if probabilities or asked.told or reason and scaled:
-        return _by_family(asked, kwargs)
+    if probabilities or call.told or reason and scaled:
+        return _by_family(call, kwargs)
     if reason is not None:
-        return _plain(asked), None
-    q, k, v = _cast(asked)
-    return _Attention.apply(q, k, v, asked.sinks_H, asked.options(), sequence), None
+        return _plain(call), None
+    q, k, v = _cast(call)
+    return _Attention.apply(q, k, v, call.sinks_H, call.options(), sequence), None
 
 
-def _cast(asked: Asked) -> list[Tensor]:
+def _cast(call: AttentionCall) -> list[Tensor]:
     """q, k and v as [B, T, H, E], in autocast's dtype."""
-    qkv = [x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)]
+    qkv = [x.transpose(1, 2) for x in (call.q_BHTE, call.k_BKTE, call.v_BKTE)]
     cast = autocast_dtype(qkv[0].device.type)
     if cast is None or qkv[0].dtype == torch.float64:
         return qkv
     return [x.to(cast) for x in qkv]
 
 
-def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
+def _by_family(call: AttentionCall, kwargs: dict) -> tuple[Tensor, Tensor]:
     """(out, probabilities [B, H, T, T]) of the family's own eager attention. Families differ in
     what else they take, and in whether their probabilities include sinks.
     """
-    eager = _own_eager(asked.module)
-    q = asked.q_BHTE
-    mask, causal = _mask_and_causal(asked)
+    eager = _own_eager(call.module)
+    q = call.q_BHTE
+    mask, causal = _mask_and_causal(call)
     if mask is None and causal:
         mask = q.new_ones(2 * q.shape[2:3], dtype=torch.bool).tril()
     if eager is None:
         raise NotImplementedError(
-            f"hfpatch: {type(asked.module).__name__} has no eager attention to fall back to. Call "
+            f"hfpatch: {type(call.module).__name__} has no eager attention to fall back to. Call "
             "hfpatch.undo(model)."
         )
     if mask is not None and mask.dtype == torch.bool:
         mask = q.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(q.dtype).min)
-    given = {"softcap": asked.softcap, "s_aux": asked.sinks_H}
+    given = {"softcap": call.softcap, "s_aux": call.sinks_H}
     kwargs = kwargs | {name: x for name, x in given.items() if x is not None}
     return eager(
-        asked.module, q, asked.k_BKTE, asked.v_BKTE, mask, scaling=asked.scale,
-        dropout=asked.dropout, **kwargs,
+        call.module, q, call.k_BKTE, call.v_BKTE, mask, scaling=call.scale,
+        dropout=call.dropout, **kwargs,
     )  # fmt: skip
 
 
-def _plain(asked: Asked) -> Tensor:
+def _plain(call: AttentionCall) -> Tensor:
     """Attention with a dense mask or dropout, computed as transformers' own functions do."""
-    mask, causal = _mask_and_causal(asked)
+    mask, causal = _mask_and_causal(call)
     out = torch.nn.functional.scaled_dot_product_attention(
-        asked.q_BHTE,
-        asked.k_BKTE,
-        asked.v_BKTE,
+        call.q_BHTE,
+        call.k_BKTE,
+        call.v_BKTE,
         mask,
-        asked.dropout,
+        call.dropout,
         causal and mask is None,
-        scale=asked.scale,
-        enable_gqa=asked.q_BHTE.shape[1] != asked.k_BKTE.shape[1],
+        scale=call.scale,
+        enable_gqa=call.q_BHTE.shape[1] != call.k_BKTE.shape[1],
     )
     return out.transpose(1, 2).contiguous()
 
 
-def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
+def _mask_and_causal(call: AttentionCall) -> tuple[Tensor | None, bool]:
     """(the dense mask, or None where causality describes it; whether the call is causal without a
     mask).
     """
-    mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
-    same = asked.q_BHTE.shape[2] == asked.k_BKTE.shape[2]
-    return mask, getattr(asked.module, "is_causal", True) and same
+    mask = call.mask.dense() if isinstance(call.mask, Mask) else call.mask
+    same = call.q_BHTE.shape[2] == call.k_BKTE.shape[2]
+    return mask, getattr(call.module, "is_causal", True) and same
 
 
 def _torchs_own(

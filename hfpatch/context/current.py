@@ -103,7 +103,7 @@ def why_not_causal(module: torch.nn.Module | None, mask) -> str | None:
 
 
 @dataclass
-class Asked:
+class AttentionCall:
     """One call of attention: q_BHTE, k_BKTE, v_BKTE as the layer passes them, and its options."""
 
     module: torch.nn.Module | None
@@ -156,7 +156,7 @@ class Noting:
     """
 
     n_calls: int
-    calls: list[Asked] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
     mixed: dict[str, tuple] = field(default_factory=dict)
 
     def _noted(self, answer: Tensor) -> Tensor:
@@ -166,11 +166,11 @@ class Noting:
         # do.
         return answer
 
-    def __call__(self, asked: Asked):
-        self.calls.append(asked)
-        B, H, T, _ = asked.q_BHTE.shape
-        zero = asked.q_BHTE.new_zeros(())
-        return self._noted(zero.expand(B, T, H, asked.v_BKTE.shape[3]))
+    def __call__(self, call: AttentionCall):
+        self.calls.append(call)
+        B, H, T, _ = call.q_BHTE.shape
+        zero = call.q_BHTE.new_zeros(())
+        return self._noted(zero.expand(B, T, H, call.v_BKTE.shape[3]))
 
     def not_stopped(self) -> NotStopped:
         """The error for a forward that was not stopped."""
@@ -194,9 +194,9 @@ class Answering:
     answers: list[Tensor]
     mixed: dict | None = None
 
-    def __call__(self, asked: Asked):
+    def __call__(self, call: AttentionCall):
         if not self.answers:  # a decoder layer that the user calls with an encoder's states
-            raise NotStopped("its forward calls attention more often than it did when it was asked")
+            raise NotStopped("its forward calls attention more often than in its probe")
         return self.answers.pop(0)
 
     def mixer(self, name: str, args, kwargs):
@@ -235,7 +235,7 @@ def asks_for(name: str, model, kwargs) -> bool:
 
 
 @contextmanager
-def asking(role):
+def in_role(role):
     """A context in which layers meet `role` at their attention."""
     with having(role=role):
         yield role

@@ -63,7 +63,7 @@ class Given:
             no longer names our attention.
         mask: attention_mask, of any kind.
         rows_mask: the mask if its shape is [B, T], else None.
-        own: the caller passed a mask of another kind.
+        other_mask: the caller passed a mask of another kind.
         positions: [1 or B, T] or None.
         offsets: cu_seq_lens_q or None.
         seq_idx: the caller passed seq_idx.
@@ -92,7 +92,7 @@ class Given:
     reruns: bool = False
     mask: object = None
     rows_mask: Tensor | None = None
-    own: bool = False
+    other_mask: bool = False
     positions: Tensor | None = None
     offsets: Tensor | None = None
     seq_idx: bool = False
@@ -176,7 +176,7 @@ def read_batch(stack, kwargs: dict, watched: bool) -> Given | None:
         reruns=checkpoints and runtime is None,
         mask=mask,
         rows_mask=mask if visible else None,
-        own=mask is not None and not visible,
+        other_mask=mask is not None and not visible,
         positions=positions,
         offsets=kwargs.get("cu_seq_lens_q"),
         seq_idx=kwargs.get("seq_idx") is not None,
@@ -251,12 +251,12 @@ def without_unread_cache(given: Given) -> tuple[Given, bool, dict]:
     cached = unread or unsaid and given.makes_cache
     mask = given.mask
     by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == given.B
-    if cached and given.own and by_rows:
+    if cached and given.other_mask and by_rows:
         # With a cache, transformers cuts a longer mask to T tokens, and hides the tokens beyond a
         # shorter mask.
         mask = torch.nn.functional.pad(mask, (0, given.T - mask.shape[1]))
         changes["attention_mask"] = mask
-        given = replace(given, mask=mask, rows_mask=mask, own=False)
+        given = replace(given, mask=mask, rows_mask=mask, other_mask=False)
     return given, cached, changes
 
 
@@ -364,7 +364,7 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
     do not look for documents.
     """
     # The caller's own mask limits attention alone; mixers do not read it.
-    of_scores = given.own and not given.covers_the_cache
+    of_scores = given.other_mask and not given.covers_the_cache
     if (traits.mixers or not of_scores) and given.packed:
         raise ValueError(
             "hfpatch: a KV cache needs one document a sequence, got position_ids that restart. "

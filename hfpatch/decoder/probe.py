@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import Snapshot, buffers_of, values_for_now, version
 from hfpatch.context.classes import forwards_for_now
-from hfpatch.context.current import Asked, Stopped, asking, our_attention
+from hfpatch.context.current import AttentionCall, Stopped, in_role, our_attention
 from hfpatch.context.masks import Batch
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition
@@ -53,15 +53,15 @@ class _Counting:
     reason: str | None = None
     softcap: float | None = None
 
-    def __call__(self, asked: Asked) -> Tensor:
-        q = asked.q_BHTE
-        v = asked.v_BKTE
-        for x in (q, asked.k_BKTE, v):
+    def __call__(self, call: AttentionCall) -> Tensor:
+        q = call.q_BHTE
+        v = call.v_BKTE
+        for x in (q, call.k_BKTE, v):
             self.independent &= bool(torch.isfinite(x).all())
             self.inputs.append(x.transpose(1, 2))
-        self.modules.append(asked.module)
-        self.softcap = asked.softcap or self.softcap
-        self.reason = self.reason or asked.why_not_tiled()
+        self.modules.append(call.module)
+        self.softcap = call.softcap or self.softcap
+        self.reason = self.reason or call.why_not_tiled()
         return q.new_full((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), self.value)
 
     def mixer(self, name, args, kwargs) -> Tensor:
@@ -105,7 +105,7 @@ def with_traits(call: Traced, traits: LayerTraits) -> Traced:
 @contextmanager
 def _answered(call: Traced, role: _Counting | None):
     """A context without gradients, in which `role` answers attention; None: attention runs."""
-    with torch.no_grad(), our_attention(call.configs, call.batch), asking(role):
+    with torch.no_grad(), our_attention(call.configs, call.batch), in_role(role):
         yield role
 
 
@@ -170,7 +170,7 @@ def _where_it_mixes(call: Traced, x_BTD: Tensor) -> LayerTraits:
     given = {id(x) for x in call.arguments.leaves}
 
     def answered(x_BTD):  # (the layer's output, the inputs of its attention calls)
-        with asking(_Counting(0.0)) as inner:
+        with in_role(_Counting(0.0)) as inner:
             return run(x_BTD), inner.inputs
 
     # 2. Answer attention with constants: does anything else mix tokens?

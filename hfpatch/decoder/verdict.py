@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import plain_scans
-from hfpatch.context.class_code import code_asked
+from hfpatch.context.class_code import code_probed
 from hfpatch.context.classes import swap
 from hfpatch.context.current import Labelled, having
 from hfpatch.context.ranks import sharded
@@ -85,7 +85,7 @@ def ask_model(decoder: Decoder) -> Verdict:
     stack_class = type(decoder.stack)
     try:
         settings = config.to_json_string(use_diff=False)
-        key = (stack_class, settings, first, code_asked(decoder.layers))
+        key = (stack_class, settings, first, code_probed(decoder.layers))
         if key not in _verdicts:
             _verdicts[key] = _verdict(stack_class, config, kinds)
         found = _verdicts[key]

@@ -15,8 +15,8 @@ from hfpatch.context.current import (
     AttentionOptions,
     Noting,
     Stopped,
-    asking,
     having,
+    in_role,
     our_attention,
 )
 from hfpatch.layer.adapted_experts import experts_forwards
@@ -83,7 +83,7 @@ class Traced:
         """The layer's own forward on a tile, in which `role` meets attention and mixers."""
         mixers = self.traits.mixers
         stand_ins = standing_in(self.layer, mixers, role.mixer) if mixers else nullcontext()
-        with asking(role), stand_ins, our_attention(self.configs, self.batch):
+        with in_role(role), stand_ins, our_attention(self.configs, self.batch):
             return self.forward(x_BtD, *args, **kwargs)
 
     def before(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
@@ -124,13 +124,13 @@ class Traced:
             pass
         else:
             raise note.not_stopped()
-        self.attention_options = [asked.options() for asked in note.calls]
+        self.attention_options = [call.options() for call in note.calls]
         shared = kwargs.get(SHARED_KEYS)
         if shared is not None:
             self.left = left_by(shared.written, note.calls)
         parts = []
-        for asked in note.calls:
-            parts += [x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)]
+        for call in note.calls:
+            parts += [x.transpose(1, 2) for x in (call.q_BHTE, call.k_BKTE, call.v_BKTE)]
         self.mixers = []
         for name in self.traits.mixers:
             module = self.layer.get_submodule(name)

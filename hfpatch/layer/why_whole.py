@@ -33,7 +33,7 @@ from hfpatch.compat import (
     other_hooks,
     watched_by_user,
 )
-from hfpatch.context.class_code import as_asked
+from hfpatch.context.class_code import as_probed
 from hfpatch.context.classes import other_forward, package_of, replaced_forward
 from hfpatch.context.current import named, standard, why_not_causal
 from hfpatch.context.masks import Mask
@@ -153,7 +153,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _patched(layer: nn.Module, condition) -> str | None:
     kinds = dict.fromkeys(MADE_FROM[type(m)] for m in (layer, *condition.snapshot.inside))
-    return next((kind.__name__ for kind in kinds if not as_asked(kind)), None)
+    return next((kind.__name__ for kind in kinds if not as_probed(kind)), None)
 
 
 def _other_attention(layer: nn.Module, condition) -> str | None:
@@ -291,7 +291,9 @@ REASONS = (
         lambda given, *_: not (given.causal and getattr(given.config, "is_causal", True)),
     ),
     _batch("stack's encoder", "attention to an encoder's states", lambda given, *_: given.encoder),
-    _batch("stack's mask", "an attention mask of the caller's own", lambda given, *_: given.own),
+    _batch(
+        "stack's mask", "an attention mask of the caller's own", lambda given, *_: given.other_mask
+    ),
     _batch(
         "probabilities",
         "output_attentions",

@@ -230,15 +230,15 @@ class FusedCausalLM(TellsPositions):
     def _hfpatch_log_probs(self, kwargs):
         """The outputs of TRL's fused head, from our op where both compute the same."""
         head = self._hfpatch_head()
-        asked = self._hfpatch_trl
-        reason = why_theirs(asked, head)
+        trl = self._hfpatch_trl
+        reason = why_theirs(trl, head)
         if reason is not None:
             self._tell(
                 f"TRL's own fused head runs, as {reason}; leave lm_head a plain Linear to have "
                 "hfpatch's."
             )
-            return asked.theirs(fused_lm_head=True, **kwargs)
-        return log_probs(self, head, asked, kwargs)
+            return trl.theirs(fused_lm_head=True, **kwargs)
+        return log_probs(self, head, trl, kwargs)
 
     @torch.compiler.disable
     def _hfpatch_loss(

@@ -47,12 +47,12 @@ class TrlHead:
         return None if found is None else cls(forward, *found)
 
 
-def why_theirs(asked: TrlHead, head: nn.Module) -> str | None:
+def why_theirs(trl: TrlHead, head: nn.Module) -> str | None:
     """Why TRL's own head must run, or None where our op computes the same."""
-    if not 0.0 < asked.scale < float("inf"):
-        return f"its logits are multiplied by {asked.scale}"
+    if not 0.0 < trl.scale < float("inf"):
+        return f"its logits are multiplied by {trl.scale}"
     # With cast_lm_head_to_fp32 GRPO sets a forward on the head; TRL's fused head does not call it.
-    return why_not_fused(head, pass_forward=asked.in_float32)
+    return why_not_fused(head, pass_forward=trl.in_float32)
 
 
 def _score(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias, in_float32: bool, **options):
@@ -67,17 +67,17 @@ def _score(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias, in_float32: 
         return ops.linear_log_prob(hidden, weight, labels, bias=bias, **options)
 
 
-def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
+def log_probs(model: nn.Module, head: nn.Module, trl: TrlHead, kwargs: dict):
     """TRL's FusedCausalLMOutput for one call with fused_lm_head=True.
 
     Args:
         model: the patched causal model.
         head: its head.
-        asked: the arguments of the trainer's add_fused_lm_head.
+        trl: the arguments of the trainer's add_fused_lm_head.
         kwargs: the other arguments of the call.
 
     Returns:
-        An instance of asked.output. Each field is [B, T - 1], or [B, T] for shift_labels.
+        An instance of trl.output. Each field is [B, T - 1], or [B, T] for shift_labels.
     """
     labels = kwargs.pop("labels", None)
     target = kwargs.pop("shift_labels", None)
@@ -90,17 +90,17 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     if target.is_cuda and not torch.compiler.is_compiling():
         count = on_host((target[..., first:] != -100).sum())
     kwargs["use_cache"] = False
-    if getattr(asked.text_config, "output_router_logits", False):
+    if getattr(trl.text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     with model._read_where_labelled(target, -100, kwargs):
-        out = getattr(model, asked.backbone)(**kwargs)
+        out = getattr(model, trl.backbone)(**kwargs)
     hidden = out.last_hidden_state
     target = target.to(hidden.device)
     mask = target[..., first:] != -100
-    names = [n for n in _FIELDS if n in ("log_probs", *asked.outputs)]
+    names = [n for n in _FIELDS if n in ("log_probs", *trl.outputs)]
     scored = through(
-        head, _score, hidden, target, in_float32=asked.in_float32, temperature=asked.temperature,
-        scale=asked.scale, softcap=asked.softcap, outputs=tuple(_FIELDS[n] for n in names),
+        head, _score, hidden, target, in_float32=trl.in_float32, temperature=trl.temperature,
+        scale=trl.scale, softcap=trl.softcap, outputs=tuple(_FIELDS[n] for n in names),
         shift=first == 1, num_valid=None if count is None else int(count),
     )  # fmt: skip
     fields = {}
@@ -117,9 +117,9 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     aux_loss = None
     if kwargs.get("output_router_logits"):
         visible = kwargs.get("attention_mask")
-        aux_loss = _balance(model, asked.text_config, out.router_logits, visible)
-        loss = loss + getattr(asked.text_config, "router_aux_loss_coef", 0.0) * aux_loss
-    return asked.output(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+        aux_loss = _balance(model, trl.text_config, out.router_logits, visible)
+        loss = loss + getattr(trl.text_config, "router_aux_loss_coef", 0.0) * aux_loss
+    return trl.output(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
 def _balance(model: nn.Module, config, router_logits, attention_mask) -> Tensor:

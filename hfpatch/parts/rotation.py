@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
-from hfpatch.context.class_code import as_asked
+from hfpatch.context.class_code import as_probed
 from hfpatch.parts.parts import close
 from hfpatch.parts.unread import UnreadRotation, is_unread
 
@@ -20,7 +20,7 @@ class FusedRotation:
     attention itself stays as it is."""
 
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
+        if torch.compiler.is_compiling() or not as_probed(self._hfpatch_base):
             return super().forward(*args, **kwargs)
         forward = self._hfpatch_base.forward
         # Read in each call: some libraries replace it process-wide.

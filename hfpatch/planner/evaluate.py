@@ -121,15 +121,15 @@ class Ladder:
 
     def _first(self) -> Checkpointing:
         run = self.run
-        asked = {
+        known = {
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": run.shape.num_layers,
             "chains": run.shape.carries_states and run.ranks == 1,
             "card": run.gpu.memory_bytes, "free": self._first_free()
         }  # fmt: skip
         try:
-            return first_policy(self.settings, **asked, host=self._host())
+            return first_policy(self.settings, **known, host=self._host())
         except ValueError:  # the host cannot hold it, which the plan says
-            return first_policy(self.settings, **asked)
+            return first_policy(self.settings, **known)
 
     def plan(self, way: str) -> Plan:
         """The plan of the policy that the steps settle on; with FIRST and GLANCE, of the first one."""
@@ -335,18 +335,18 @@ def longest(run: Run, names, progress=None) -> int:
     return low
 
 
-def placements(run: Run, asked: str) -> list[str]:
+def placements(run: Run, placement: str) -> list[str]:
     """The placements that a plan tries: in float8 those without an engine; with several batches a
     step none that steps in backward, unless it is asked for."""
     found = [
         name
-        for name in candidates(asked, run.gpus, bool(run.shape.adapters))
+        for name in candidates(placement, run.gpus, bool(run.shape.adapters))
         if not (PLACEMENTS[name].sharded and run.gpu.float8 > 1)
-        and not (PLACEMENTS[name].fused and run.accumulates and asked == "auto")
+        and not (PLACEMENTS[name].fused and run.accumulates and placement == "auto")
     ]
     if not found:
         raise ValueError(
             f"hfpatch: --fp8 is planned without an engine, got --gpus {run.gpus} --placement "
-            f"{asked}. Pass --gpus 1 with --placement auto, or leave --fp8 out."
+            f"{placement}. Pass --gpus 1 with --placement auto, or leave --fp8 out."
         )
     return found

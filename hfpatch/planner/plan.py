@@ -67,7 +67,7 @@ def plan(
     candidates(placement, gpus, bool(adapters))
     if gpu != "this" and not isinstance(gpu, Gpu):
         card(gpu)
-    asked = {
+    arguments = {
         "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram, "seq_len": seq_len,
         "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
         "video_tokens": video_tokens, "adapters": adapters,
@@ -75,23 +75,23 @@ def plan(
     }  # fmt: skip
     search = {"placement": placement, "max_seq_len": max_seq_len, "fp8": fp8}
     if gpu == "this":
-        return _planned(model, asked, progress, **search)
-    key = asked | search | {"model": config_of(model)}
+        return _planned(model, arguments, progress, **search)
+    key = arguments | search | {"model": config_of(model)}
     known = recall(key)
     if known:
         return Plan(**known)
-    found = _planned(model, asked, progress, **search)
+    found = _planned(model, arguments, progress, **search)
     remember(key, found.to_dict())
     return found
 
 
-def _planned(model, asked: dict, progress, placement: str, max_seq_len: bool, fp8) -> Plan:
+def _planned(model, arguments: dict, progress, placement: str, max_seq_len: bool, fp8) -> Plan:
     from hfpatch.planner.answer import make_run
     from hfpatch.planner.evaluate import FIRST, best, faster, longest, placements
     from hfpatch.planner.float8 import in_float8
     from hfpatch.planner.suggestions import suggestions
 
-    run = make_run(model, **asked)
+    run = make_run(model, **arguments)
     if fp8:
         run = in_float8(run, fp8)
     assumed = run.host is None

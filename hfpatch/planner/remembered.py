@@ -12,24 +12,24 @@ LIBRARIES = ("torch", "transformers", "peft", "flash-linear-attention")
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hfpatch", "plans")
 
 
-def _file(asked: dict) -> Path:
+def _file(arguments: dict) -> Path:
     # Code, and the rates and configs of lab/.
     files = (f for f in Path(__file__).parent.parent.rglob("*") if f.suffix in (".py", ".json"))
     newest = max(path.stat().st_mtime_ns for path in files)
-    text = json.dumps([asked, newest, versions(LIBRARIES)], sort_keys=True, default=repr)
+    text = json.dumps([arguments, newest, versions(LIBRARIES)], sort_keys=True, default=repr)
     return FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def recall(asked: dict) -> dict | None:
+def recall(arguments: dict) -> dict | None:
     """The fields of the Plan of these arguments, None if there is none."""
     try:
-        return json.loads(_file(asked).read_text())
+        return json.loads(_file(arguments).read_text())
     except (OSError, ValueError):
         return None
 
 
-def remember(asked: dict, fields: dict) -> None:
-    file = _file(asked)
+def remember(arguments: dict, fields: dict) -> None:
+    file = _file(arguments)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(fields))

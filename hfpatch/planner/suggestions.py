@@ -14,14 +14,14 @@ from hfpatch.planner.placements import ADAPTED
 from hfpatch.planner.result import Plan
 
 
-def suggestions(run: Run, plan: Plan, asked: str) -> list:
+def suggestions(run: Run, plan: Plan, placement: str) -> list:
     """The single changes that make the run fit, each with its cost. The quickest step comes first,
     of equally quick ones the one with less memory."""
     offers = Offers(plan)
-    names = placements(run, asked)
+    names = placements(run, placement)
     _of_settings(run, names, plan.placement, offers)
     if not run.shape.adapters and run.ranks == 1:
-        freed = "" if asked in ("auto", *ADAPTED) else " --placement auto"
+        freed = "" if placement in ("auto", *ADAPTED) else " --placement auto"
         if not _of_adapters(f"--lora-r 16{freed}", Adapters(16), run, offers):
             _of_adapters(f"--lora-r 16 --base 4bit{freed}", Adapters(16, "4bit"), run, offers)
     _of_more_gpus(run, names, offers)

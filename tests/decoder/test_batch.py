@@ -45,7 +45,7 @@ OURS = {
     ),
 }  # fmt: skip
 THEIRS = {
-    "a mask of the caller's own": ({"own": True, "mask": torch.ones(B, 1, T, T)}, {}, "mask"),
+    "a mask of the caller's own": ({"other_mask": True, "mask": torch.ones(B, 1, T, T)}, {}, "mask"),
     "an encoder's states": ({"encoder": True}, {}, "encoder"),
     "another library's attention": ({"config": config("somebody's")}, {}, "another library"),
     "probabilities beside sdpa": ({"probabilities": True}, {}, "output_attentions"),
@@ -88,7 +88,7 @@ REFUSED = {
         {"sequence": SimpleNamespace(size=1)}, {"mixers": True}, "sequence parallelism"
     ),
     "an own mask over shared rows": (
-        {"sequence": SimpleNamespace(size=1), "own": True}, {}, "an attention mask of the caller"
+        {"sequence": SimpleNamespace(size=1), "other_mask": True}, {}, "an attention mask of the caller"
     ),
 }  # fmt: skip
 
