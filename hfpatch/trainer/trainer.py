@@ -8,6 +8,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
 
 from hfpatch.trainer.arguments import refusals
 from hfpatch.trainer.dataset import IGNORE
@@ -43,6 +44,16 @@ class Trainer(StockTrainer):
     def _determine_best_metric(self, *args, **kwargs):
         with refusals((KeyError,)):
             return super()._determine_best_metric(*args, **kwargs)
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        except _Finished:
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                self._load_best_model()
+            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self.is_in_train = False
+            return TrainOutput(self.state.global_step, 0.0, {"train_runtime": 0.0})
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
@@ -158,8 +169,15 @@ class Trainer(StockTrainer):
         return output
 
 
+class _Finished(Exception):
+    """The resumed run has had all of its steps."""
+
+
 class _OwnSteps(TrainerCallback):
-    """The state of a checkpoint holds the saving and logging steps of the flags before."""
+    """The state of a checkpoint holds the saving and logging steps of the flags before. After the
+    last step of --max_steps stock would take one more."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         state.compute_steps(args, state.max_steps)
+        if state.global_step >= state.max_steps:
+            raise _Finished

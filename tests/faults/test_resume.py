@@ -49,15 +49,16 @@ def folder(finished, run_train, tmp_path):  # noqa: F811
 
 
 def test_the_newest_with_a_state_is_chosen(folder, run_train):  # noqa: F811
-    newest, before = folder / "checkpoint-6", folder / "checkpoint-4"
-    assert runs.begin(str(folder), "True") == str(newest)
-    (newest / runs.STATE_FILE).unlink()
-    assert runs.begin(str(folder), "True") == str(before)
+    """That of a run which had all its steps is not trained further."""
+    newest = folder / "checkpoint-6"
     wanted = load_file(folder / "model.safetensors")
-    code, out, err, _ = run_train("run", *RESUME, **STEPS)
-    assert code == 0 and f"resuming from {before}" in out, err
-    got = load_file(folder / "model.safetensors")
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    for chosen in (newest, folder / "checkpoint-4"):
+        assert runs.begin(str(folder), "True") == str(chosen)
+        code, out, err, _ = run_train("run", *RESUME, **STEPS)
+        assert code == 0 and f"resuming from {chosen}" in out and "6 steps, total" in out, err
+        got = load_file(folder / "model.safetensors")
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        (newest / runs.STATE_FILE).unlink()
 
 
 def test_an_older_one_replaces_the_later_ones(folder, run_train):  # noqa: F811
