@@ -22,7 +22,8 @@ LAYOUT = {
 FOLDERS = {
     "lab": (3073, 33718),  # with the cards' data sheets and a config's sizes, for plan
     "layer": (2908, 32575),
-    "trainer": (2460, 24700),  # a run killed after its last step resumes without one more
+    # a run killed after its last step takes none more; engines of accelerate launch are not planned
+    "trainer": (2463, 24721),
     "budget": (480, 5133),  # misspelt keywords and places, for who writes Python as for flags
     "planner": (946, 11716),  # argparse's messages in the form of all others, for who mistypes
     "decoder": (1103, 12721),
