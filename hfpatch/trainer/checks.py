@@ -112,7 +112,7 @@ def _quantisation_rules(model, args):
         f"{bits[0]} needs bitsandbytes. Run: pip install bitsandbytes.",
     )
     yield (
-        args.deepspeed or args.fsdp,
+        args.has_engine,
         f"{bits[0]} and an engine cannot be combined: the base is whole on each GPU. Leave one out.",
     )
 
@@ -123,7 +123,7 @@ def _float8_rules(model, args):
         f"--fp8 {model.fp8} and --lora_r cannot be combined. Leave one out.",
     )
     yield (
-        model.fp8 and (args.deepspeed or args.fsdp),
+        model.fp8 and args.has_engine,
         f"--fp8 {model.fp8} and an engine cannot be combined. Leave one out.",
     )
     yield model.fp8 and _missing("torchao"), "--fp8 needs torchao. Run: pip install torchao."

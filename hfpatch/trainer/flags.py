@@ -205,6 +205,12 @@ class TrainArguments(TrainingArguments):
         )
         super().__post_init__()
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether DeepSpeed or FSDP runs, by these flags or by those of `accelerate launch`."""
+        launched = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        return bool(self.deepspeed_plugin or self.fsdp or launched)
+
     def __getstate__(self):
         # Trainer saves these beside each model, and a token is a secret.
         return vars(self) | {"hub_token": None}

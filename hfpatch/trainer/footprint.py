@@ -1,6 +1,5 @@
 """The plan of a run, said and held before its weights load."""
 
-import os
 from dataclasses import replace
 
 import torch
@@ -71,7 +70,7 @@ def _expect_room(config, model, args) -> None:
     """ValueError for a CPU that cannot hold what stays between steps: the machine would stop the
     run without a word while its weights load."""
     engine = placement_of_engine(model.placement or "gpu8bit") not in _OF_ONE_PROCESS
-    if engine or _launched(args) or model.load_in_4bit or model.load_in_8bit:
+    if engine or args.has_engine or model.load_in_4bit or model.load_in_8bit:
         return
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(
@@ -91,12 +90,6 @@ def _expect_room(config, model, args) -> None:
         )
 
 
-def _launched(args) -> bool:
-    """Whether an engine shards the model, by Trainer's flags or by those of `accelerate launch`."""
-    by_launcher = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    return bool(args.deepspeed_plugin or args.fsdp or by_launcher)
-
-
 def against(found, peak: float | None, seconds: float) -> str:
     """The line that compares a plan with what a step took. peak: GiB on the GPU, if there is one."""
     memory = f"{gib(found.gpu_peak_bytes)}, peak {peak:.1f}; planned " if peak else ""
@@ -114,7 +107,7 @@ def this_gpu(args) -> Gpu | None:
 
 def placement_of(config, model, args) -> str:
     """The planner's name for where this run's weights and optimizer states are."""
-    if not model.placement and _launched(args):
+    if not model.placement and args.has_engine:
         return "unknown"
     if model.placement or model.lora_r:
         return placement_of_engine(model.placement or "auto")
