@@ -17,8 +17,8 @@ from torch import Tensor
 from hfpatch.attention.attention import attention_backward, attention_forward, pick
 from hfpatch.budget.cuts import heads_per_group
 
-# Of a group's q: some versions of FA2 compute offsets into their dq, of 128 columns or more, in 32
-# bits, and cuDNN may too.
+# Of a group's q: some versions of FA2 compute offsets into their dq, of rows in blocks of 128 and of
+# 128 columns or more, in 32 bits, and cuDNN may too.
 MOST_ELEMENTS = 1 << 31
 
 
@@ -28,19 +28,19 @@ Heads = namedtuple("Heads", "groups sinks_H options state")
 
 
 def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
-    """The query heads and the KV heads of each group. wide: one group, below MOST_ELEMENTS.
+    """The query heads and the KV heads of each group. wide: one group, up to MOST_ELEMENTS.
 
     Raises:
-        ValueError: the queries of one group would have MOST_ELEMENTS elements or more.
+        ValueError: the queries of one group would have more than MOST_ELEMENTS elements.
     """
     B, T, H, E = q_BTHE.shape
-    elements = B * T * H * max(E, 128)
+    elements = B * -(-T // 128) * 128 * H * max(E, 128)
     width = heads_per_group(B, T, H, K)
-    if wide and elements < MOST_ELEMENTS:
+    if wide and elements <= MOST_ELEMENTS:
         width = K
-    if elements // K * width >= MOST_ELEMENTS:
+    if elements // K * width > MOST_ELEMENTS:
         raise ValueError(
-            f"hfpatch: the queries of a KV head must have fewer than 2^31 elements, got "
+            f"hfpatch: the queries of a KV head must have at most 2^31 elements, got "
             f"{elements // K * width:,}. Share each row between GPUs."
         )
     repeat = H // K
@@ -55,7 +55,7 @@ class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state for the
     backward.
 
-    wide: all heads form one group, below MOST_ELEMENTS.
+    wide: all heads form one group, up to MOST_ELEMENTS.
     """
 
     def __init__(self, wide: bool = False):

@@ -90,10 +90,11 @@ def rms_norm_bwd_kernel(
         b_dy = _load(p_dy, mask)
         b_rstd = _load(rstd_ptr + o_n, m_n)
         b_xhat = b_x * b_rstd[:, None]
-        if dw_ptr is not None:
-            b_dw += b_dy * b_xhat
         b_g = b_dy * b_w[None, :]
         b_mean = tl.sum(b_g * b_xhat, axis=1) / D
+        # Behind the reduction: before it, the sums spilled registers on sm_120.
+        if dw_ptr is not None:
+            b_dw += b_dy * b_xhat
         b_dx = (b_g - b_xhat * b_mean[:, None]) * b_rstd[:, None]
         p_dx = dx_ptr + o_n[:, None] * D + o_d[None, :]
         tl.store(p_dx, b_dx, mask=mask)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hfpatch import ops
+from hfpatch.attention.heads import groups_of
 
 APART = 800_000_001  # odd, and 3 of them pass 2^31
 
@@ -44,11 +45,16 @@ def both(function, *inputs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_past_two_to_the_31(dtype):
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(4, 40, generator=generator).to(dtype) for _ in range(2))
-    w = torch.randn(40, generator=generator).to(dtype)
+    x, y, w = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((4, 40), (4, 40), (40,))
+    )
+    angle_1TD = torch.linspace(0, 3, 4)[None, :, None].expand(1, 4, 40)
     cases = {
         "rms_norm": both(lambda x, w: ops.rms_norm(x, w), x, w),
         "swiglu": both(lambda x, y: ops.swiglu(x, y), x, y),
+        "rope": both(
+            lambda x: ops.rope(*[x[None, None]] * 2, angle_1TD.cos(), angle_1TD.sin())[0], x
+        ),
     }
     for name, (near, far) in cases.items():
         for a, b in zip(near, far):
@@ -57,9 +63,9 @@ def test_rows_past_two_to_the_31(dtype):
             assert same, f"{name}: a far row is read or written at another place"
 
 
-def test_rope_past_two_to_the_31():
-    q = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    angle = torch.linspace(0, 3, 4)[:, None].expand(4, 16)
-    cos, sin = (torch.cat([f(angle)] * 2, -1)[None] for f in (torch.cos, torch.sin))
-    near, far = (ops.rope(x[None, None], x[None, None], cos, sin)[0] for x in (q, far_apart(q)))
-    assert torch.equal(near, far)
+def test_queries_of_a_group_of_heads():
+    """Four million tokens of a Llama's KV head, and no token more."""
+    longest = torch.empty(1, 1 << 22, 32, 128, device="meta")
+    assert len(groups_of(longest, 8, wide=True)) == 8
+    with pytest.raises(ValueError, match=r"at most 2\^31 elements"):
+        groups_of(longest.new_empty(1, (1 << 22) + 1, 32, 128), 8, wide=True)
