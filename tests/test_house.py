@@ -24,8 +24,9 @@ FOLDERS = {
     "layer": (2908, 32575),
     # a run killed after its last step takes none more; engines of accelerate launch are not planned
     "trainer": (2463, 24721),
-    "budget": (480, 5133),  # misspelt keywords and places, for who writes Python as for flags
-    "planner": (946, 11716),  # argparse's messages in the form of all others, for who mistypes
+    # misspelt keywords and places, for who writes Python as for flags; small hosts with large cards
+    "budget": (482, 5150),
+    "planner": (948, 11716),  # argparse's messages in the form of all others, for who mistypes
     "decoder": (1103, 12721),
     "ops": (865, 11366),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries

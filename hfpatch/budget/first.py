@@ -74,8 +74,10 @@ def first_policy(
         if settings.keep == "auto":
             ways += [(n, KEEPS["input"]) for n in range(every, most + 1)]
         for every, keep in ways:
-            # inputs, attention's outputs, and the gradient of one layer's input
-            needed = one * (-(-layers // every) * (2 if keep >= 0 else 1) + 1)
+            needed = one * (-(-layers // every) * (2 if keep >= 0 else 1))
+            # less than one tensor of lse, or the gradient that waits there under "least"
+            if keep >= 0 or _aim(settings, every, one, free) == "least":
+                needed += one
             if needed <= room:
                 break
         else:
@@ -84,11 +86,7 @@ def first_policy(
                 f'{room / GiB:.1f} GiB are free to a rank. Leave every and keep "auto", pass a '
                 "directory as offload, or take fewer tokens."
             )
-    # [Step 3] Attention's backward takes all heads at once where twice these tensors fit.
-    aim = settings.aim
-    if (TENSORS + _tensors(every)) * one >= (free or 0):
-        aim = "least"
-    # [Step 4] The tile.
+    # [Step 3] The tile.
     tile = settings.tile
     if tile == "auto" and settings.aim == "least":
         # It takes 1% of a step, beside the layer's own tensors of all tokens; larger ones start
@@ -104,8 +102,15 @@ def first_policy(
         frozen_weights="host" if settings.frozen_weights == "host" else "gpu",
         keep=keep,
         plain=0 if settings.plain == "auto" else settings.plain,
-        aim=aim,
+        aim=_aim(settings, every, one, free),
     )
+
+
+def _aim(settings: Checkpointing, every: int, one: int, free: int | None) -> str:
+    """Attention's backward takes all heads at once where twice a layer's tensors fit. one: bytes of
+    [tokens, width]."""
+    short = (TENSORS + _tensors(every)) * one >= (free or 0)
+    return "least" if short else settings.aim
 
 
 def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> int:

@@ -13,7 +13,7 @@ from hfpatch.cli.quiet import progress
 from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import MODELS, PRESETS
 from hfpatch.planner.float8 import RECIPES
-from hfpatch.planner.limits import flag
+from hfpatch.planner.limits import flag, parse_bytes
 from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.planner.plan import plan
 
@@ -49,7 +49,10 @@ def add_arguments(parser) -> None:
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")
     for name, default, said in COUNTS:
         add(name, type=int, default=default, help=said)
-    add("--host-ram", help="the machine's memory, as 256GiB (twice the cards', at least 64GiB)")
+    add(
+        "--host-ram", type=flag(parse_bytes), metavar="SIZE",
+        help="the machine's memory, as 256GiB (twice the cards', at least 64GiB)",
+    )  # fmt: skip
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
     add("--fp8", nargs="?", const="rowwise", choices=list(RECIPES),
         help="the layers' products in torchao's float8, by rows (rowwise)")  # fmt: skip

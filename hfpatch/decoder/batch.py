@@ -383,7 +383,7 @@ def _by_transformers(given: Given, traits: StackTraits, why: str) -> tuple[str |
         if not bool(given.rows_mask.all()):
             refuse_packed(given.kind, "do not pack padded sequences")
     if traits.mixers and packs(given.B, given.positions, given.seen, given.offsets):
-        refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
+        refuse_packed(given.kind, "pass no mask and attn_implementation='sdpa', or do not pack")
     if not (traits.ours and given.tiled and given.trains):
         return None, changes  # the report tells of a stack that cannot have hfpatch's attention
     line = f"the layers of {given.kind.__name__} run untiled, their inputs offloaded: {why}."

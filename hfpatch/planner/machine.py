@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfpatch.budget.free import cgroups, given_host, meminfo, share_of_device
-from hfpatch.lab.hardware import GPUS, Gpu, gpu_row
+from hfpatch.lab.hardware import CONTEXT_BYTES, GPUS, Gpu, gpu_row
 from hfpatch.planner.limits import parse_bytes
 
 
@@ -35,6 +35,11 @@ def card(name: str) -> Gpu:
     if not re.fullmatch(r"[\d.]+ ?[kmgt]i?b", str(name).lower()):
         return gpu_row(name)
     memory = parse_bytes(name)
+    if memory <= CONTEXT_BYTES:
+        raise ValueError(
+            f"hfpatch: --gpu must have more memory than the GiB that CUDA takes, got {name}. Pass "
+            "the card's, such as 24GiB."
+        )
     near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory))
     return replace(
         near, name=name, memory_bytes=memory,

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 
-from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.lab.adapters import Adapters
@@ -12,6 +11,9 @@ from hfpatch.planner.answer import Run
 from hfpatch.planner.evaluate import FIRST, SETTLED, best, longest, placements, possible
 from hfpatch.planner.placements import ADAPTED
 from hfpatch.planner.result import Plan
+
+# GiB of host memory that machines have.
+MACHINES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 def suggestions(run: Run, plan: Plan, placement: str) -> list:
@@ -112,8 +114,7 @@ def _of_a_larger_gpu(run: Run, names: list, offers: Offers) -> None:
 
 
 def _of_more_host_memory(run: Run, names: list, offers: Offers) -> None:
-    roomy = best(replace(run, host=None), names, FIRST)
-    if roomy.fits:
-        more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
-        offers.add(f"--host-ram {more}GiB", replace(run, host=more * GiB), names,
-                   f"a machine with {more} GiB of memory")  # fmt: skip
+    for size in [n for n in MACHINES if n * GiB > run.host]:
+        words = f"a machine with {size} GiB of memory"
+        if offers.add(f"--host-ram {size}GiB", replace(run, host=size * GiB), names, words):
+            break
