@@ -47,12 +47,9 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     for reason, n in whole.items():
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
-    where = (
-        "chosen from what steps measure (`hfpatch plan` predicts it)"
-        if settings.offload == "auto"
-        else settings.offload
-    )
-    notes.append(f"checkpoints: {where}. They replace transformers' gradient checkpointing.")
+    measured = "chosen from what steps measure (`hfpatch plan` predicts it)"
+    how = "; ".join([*settings.words(), measured])
+    notes.append(f"checkpoints: {how}. They replace transformers' gradient checkpointing.")
     if settings.frozen_weights == "host":
         notes.append(
             "frozen weights of the layers stay in host memory and come to the device a layer "

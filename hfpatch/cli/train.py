@@ -189,7 +189,7 @@ def _fit(run, checkpoint: str | None, stop, say) -> int:
     trained = timedelta(seconds=round(result.metrics["train_runtime"]))
     elapsed = timedelta(seconds=round(time.monotonic() - begin))
     say(
-        f"hfpatch: {steps}, total training time {trained} (with evaluation "
+        f"hfpatch: {steps}, total training time {trained} (with saving and evaluation "
         f"{elapsed}); the model is in {run.args.output_dir}"
     )
     return 0

@@ -194,7 +194,7 @@ COLUMNS = (
     ("plan_peak_gib", "plan, GiB"),
     ("filled", "of the card"),
     ("pinned_gib", "pinned GiB"),
-    ("plan_host_gib", "plan, GiB"),
+    ("plan_host_gib", "plan, pinned GiB"),
     ("kept", "what was chosen"),
     ("error", "error"),
 )

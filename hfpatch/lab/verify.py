@@ -139,6 +139,11 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
 
 def _batch(model: nn.Module, batch: Mapping) -> dict:
     """The batch on the model's device, with labels."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            "hfpatch: the batch must be a dict of the forward's arguments, got a "
+            f"{type(batch).__name__}. Pass {{'input_ids': ids}}."
+        )
     device = next(model.parameters()).device
     batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     if batch.get("input_ids") is None and batch.get("inputs_embeds") is None:

@@ -77,7 +77,9 @@ def table(lengths: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in WAYS:
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
+    elif sys.argv[1:2] and sys.argv[1] in WAYS:
         print(json.dumps(step(sys.argv[1], int(sys.argv[2]))))
     else:
         made = table([int(n) for n in sys.argv[1:] if n != "--write"] or [2048, 8192])

@@ -67,7 +67,7 @@ def test_every_trainer_gets_one_callback(watched, tmp_path, capsys):
     assert err.count("hfpatch on LlamaForCausalLM") == 2, (
         "once for the run's options, once for the script's own"
     )
-    assert "checkpoints: host" in err
+    assert "checkpoints: offload=host" in err
 
 
 def test_a_model_that_the_script_patched_keeps_its_settings(watched, tmp_path):
