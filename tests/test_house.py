@@ -22,8 +22,9 @@ LAYOUT = {
 FOLDERS = {
     "lab": (3073, 33718),  # with the cards' data sheets and a config's sizes, for plan
     "layer": (2908, 32575),
-    # a run killed after its last step takes none more; engines of accelerate launch are not planned
-    "trainer": (2463, 24721),
+    # a run killed after its last step takes none more; engines of accelerate launch are not planned;
+    # who resumes ZeRO on fewer GPUs is told
+    "trainer": (2467, 24760),
     # misspelt keywords and places, for who writes Python as for flags; small hosts with large cards
     "budget": (482, 5150),
     "planner": (948, 11716),  # argparse's messages in the form of all others, for who mistypes

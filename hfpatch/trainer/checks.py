@@ -248,7 +248,8 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
     """Raises ValueError if accelerate does not run the engine of the flags and of the checkpoint.
 
     DeepSpeed left out: the weights are split and nobody gathers them. FSDP left out: each process
-    trains all weights. A checkpoint of FSDP without it, or the other way round, does not load.
+    trains all weights. A checkpoint of FSDP without it, or the other way round, does not load, nor
+    one of ZeRO with another number of processes.
     """
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if args.deepspeed and kind != "DEEPSPEED":
@@ -263,9 +264,16 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
             f"hfpatch: accelerate must run FSDP, as the config asks, and runs {kind}: its FSDP "
             "needs GPUs and `accelerate launch` without --cpu. On CPUs leave FSDP out."
         )
-    if checkpoint is not None and (kind == "FSDP") is not any(
-        Path(checkpoint).glob("pytorch_model_fsdp*")
-    ):
+    if checkpoint is None:
+        return
+    parts = len([*Path(checkpoint).glob("*/*zero_pp_rank_*_optim_states.pt")])
+    if parts and parts != args.world_size:
+        raise ValueError(
+            f"hfpatch: {checkpoint} was saved by {parts} processes under ZeRO, and this run has "
+            f"{args.world_size}. Launch as many, or start a new run with --model set to what the "
+            "checkpoint's zero_to_fp32.py makes of it."
+        )
+    if (kind == "FSDP") is not any(Path(checkpoint).glob("pytorch_model_fsdp*")):
         here, there = ("under", "without") if kind == "FSDP" else ("without", "under")
         raise ValueError(
             f"hfpatch: {checkpoint} was saved {there} FSDP, and this run of {args.world_size} "
