@@ -1,8 +1,9 @@
 """A step's bytes and seconds: the real code on fake tensors and a clock, at a few depths and, for
 long rows, a few lengths, carried on to all layers and tokens."""
 
+import math
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hfpatch.attention import heads
-from hfpatch.budget.cuts import heads_per_group
+from hfpatch.budget.cuts import chunk_bounds, heads_per_group
 from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import ALL, Checkpointing
 from hfpatch.lab.clock import COPIES, EXCHANGES, TO_DEVICE, TO_HOST, run_on_clock
@@ -25,6 +26,7 @@ from hfpatch.lab.shallow import (
     trained_bytes_of,
 )
 from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
+from hfpatch.ops import _linear_ce_loop
 
 # The most operations of a simulated step (or one a token, if that is more). Code that loops over
 # single tokens exceeds it.
@@ -34,6 +36,7 @@ LONG = 6  # tiles of a batch beyond which a step is carried on from shorter rows
 # Longer rows are carried on from rows of at least three tiles, because in backward the first tile
 # finds no sums of gradients and the last tile no states, and of at least LEAST tokens.
 LEAST = 12288  # tokens: below, the embedding's backward and the loss go other ways
+MANY = 1 << 20  # tokens whose logits are cut into chunks of nearly their room
 SQUARE = 0.02  # growth is quadratic if a tile adds more than the tile before by above this share
 
 
@@ -228,7 +231,7 @@ class Steps:
         model = self.model.cut(layers, implementation)
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.model.wide)
         try:
-            with _groups_of_width(width), autocast:
+            with _as_at_full_length(width), autocast:
                 found, clock, follower = run_on_clock(
                     model,
                     self.gpu,
@@ -250,7 +253,9 @@ class Steps:
                 f"({one_line(error)}). Take a shorter length, or another model."
             ) from error
         fused = implementation.startswith("hfpatch")
-        return _read(found, clock, follower, model, self.model, self.batch * tokens, fused)
+        # The layers whose backward ends the step: a period of them, in whole segments.
+        last = self.model.first + math.lcm(self.model.period, policy.every if tiled else 1)
+        return _read(found, clock, follower, model, self.model, self.batch * tokens, fused, last)
 
     def _cost_of(self, base: _Ran, grow: list) -> Cost:
         """grow: (shallow, deeper, times): the layers of the model that the base lacks, as often as
@@ -275,8 +280,8 @@ class Steps:
         return Cost(tuple(moments), **fields, **base.meter)
 
 
-def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -> _Ran:
-    """The numbers and peaks of a simulated step."""
+def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool, last: int) -> _Ran:
+    """The numbers and peaks of a simulated step. last: layers whose backward ends it."""
     forward = follower.begins["backward"] - follower.begins["forward"]
     backward = clock.compute.now - follower.begins["backward"]
 
@@ -316,7 +321,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
             numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
         numbers["layers_forward"] = step.forward.clocks[1] - step.forward.clocks[0]
         measured = {"exact": step.backward.exact, "kinds": tuple(call.kinds), "able": meter.able}
-    bottom = sum(trained_bytes_of(m) for m in layers_of(model)[: asked.first + asked.period])
+    bottom = sum(trained_bytes_of(m) for m in layers_of(model)[:last])
     bottom += trained_bytes_of(model.get_input_embeddings())
     early, late = moments_of(found.ledger, bottom)
     return _Ran(numbers, early, late, measured)
@@ -387,13 +392,26 @@ def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     return replace(c, moments=tuple(moments), seconds=seconds, **fields)
 
 
-def _groups_of_width(width: int | None):
+@contextmanager
+def _as_at_full_length(width: int | None):
     """A context for steps of shorter lengths. As at the full length, attention takes `width` KV
-    heads a group. None changes nothing.
+    heads a group, and chunks of logits have the length of many equal ones. None changes nothing.
     """
+    if width is None:
+        yield
+        return
     groups = heads.heads_per_group
 
     def group(B: int, T: int, H: int, K: int) -> int:
         return groups(B, T, H, K) if K % width else width
 
-    return nullcontext() if width is None else for_now(heads, heads_per_group=group)
+    def chunks(rows: int, row_bytes: int, room: int) -> tuple[tuple[int, int], ...]:
+        size = chunk_bounds(MANY, row_bytes, room)[0][1]
+        starts = range(0, rows, size)
+        return tuple(zip(starts, [*starts[1:], rows]))
+
+    with (
+        for_now(heads, heads_per_group=group),
+        for_now(_linear_ce_loop, chunk_bounds=chunks),
+    ):
+        yield
