@@ -116,8 +116,11 @@ class Ladder:
         return max(0, int(usable / HOST_SHARE))
 
     def _first_free(self) -> int:
-        """As layer/meter.py's Meter.free."""
-        return max(0, self._free() - 2 * gradients_of(self.run, self.stays))
+        """As layer/meter.py's Meter.free, which cannot know that gradients will not all exist."""
+        coming = gradients_of(self.run, self.stays)
+        if PLACEMENTS[self.placement].fused:
+            coming = self.run.shape.trained_bytes
+        return max(0, self._free() - 2 * coming)
 
     def _first(self) -> Checkpointing:
         run = self.run

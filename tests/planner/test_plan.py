@@ -85,8 +85,8 @@ def test_the_job_this_is_for_fits():
 #     placement.
 @LONG
 @pytest.mark.parametrize("run", [
-    {"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 131072},
-    {"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 262144, "placement": "gpu8bit"},
+    {"gpu": "rtx4090", "host_ram": "5GiB", "seq_len": 131072},
+    {"gpu": "rtx4090", "host_ram": "6GiB", "seq_len": 262144, "placement": "gpu8bit"},
     {"gpu": "rtx4090", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 8},
 ])  # fmt: skip
 def test_suggestions_hold(run):

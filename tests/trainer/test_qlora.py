@@ -37,6 +37,7 @@ def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
 @pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
 )  # PEFT's own
+@pytest.mark.filterwarnings("ignore:.pin_memory. argument is set")
 @pytest.mark.long  # 40 s; the example runs in test_run_module.py too
 @pytest.mark.parametrize("experts", [False, True])
 def test_the_example_trains_adapters(experts, run_train, tmp_path, capsys):
