@@ -93,19 +93,10 @@ def _answer(plan) -> list[str]:
     ]
 
 
-FIRST_STEP_BUDGET = 60.0  # seconds that the first step may take beyond an ordinary step
-
-
 def _first_step(plan) -> str:
     beside = ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items())
     more = sum(plan.first_step.values())
-    late = ""
-    if more > FIRST_STEP_BUDGET:
-        late = (
-            f"; {more - FIRST_STEP_BUDGET:.0f} s beyond the budget of a step and "
-            f"{FIRST_STEP_BUDGET:.0f} s, once a run"
-        )
-    return f"first step      {plan.step_seconds + more:.1f} s: a step, {beside}{late}"
+    return f"first step      {plan.step_seconds + more:.1f} s: a step, {beside}"
 
 
 def _what_would_fit(plan) -> str:

@@ -29,7 +29,6 @@ from hfpatch.lab.shallow import Values, model_of
 from hfpatch.planner import answer, show
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
-from hfpatch.planner.show import FIRST_STEP_BUDGET
 
 GiB = 2**30
 KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds",
@@ -343,8 +342,7 @@ def test_the_first_step_is_planned_within_a_minute_beside_its_own():
     seconds = found.first_step
     pinned = found.host_peak_bytes - 4 * GiB
     assert seconds["pinning"] == pytest.approx(pinned / PIN_BYTES_PER_SECOND)
-    assert seconds["compiling"] > 0 and sum(seconds.values()) <= FIRST_STEP_BUDGET
-    assert "beyond the budget" not in str(found)
+    assert seconds["compiling"] > 0 and sum(seconds.values()) <= 60
     assert f"first step      {found.step_seconds + sum(seconds.values()):.1f} s" in str(found)
 
 
