@@ -19,10 +19,11 @@ from hfpatch.lab.device import one_line
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.shallow import IMPLEMENTATIONS, Values, layers_of
+from hfpatch.lab.shorter_rows import onward
 from hfpatch.lab.simulate.implementations import prepare
 from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
 from hfpatch.lab.simulate.operations import tensors_in
-from hfpatch.lab.steps import Moment, onward
+from hfpatch.lab.steps import Moment
 from hfpatch.planner.placements import Resident
 
 # Visual tokens of an image where a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of
