@@ -47,8 +47,8 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     for reason, n in whole.items():
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
-    how = "; ".join(
-        [*settings.words(), "chosen from what steps measure (`hfpatch plan` predicts it)"]
+    how = (
+        ", ".join(settings.words()) or "chosen from what steps measure (`hfpatch plan` predicts it)"
     )
     notes.append(f"checkpoints: {how}. They replace transformers' gradient checkpointing.")
     if settings.frozen_weights == "host":

@@ -24,7 +24,7 @@ FOLDERS = {
     "layer": (2908, 32575),
     # a run killed after its last step takes none more; engines of accelerate launch are not planned;
     # who resumes ZeRO on fewer GPUs is told
-    "trainer": (2467, 24760),
+    "trainer": (2471, 24790),
     # misspelt keywords and places, for who writes Python as for flags; small hosts with large cards
     "budget": (482, 5150),
     # rows of half a million tokens on one card, by the fused optimizer; argparse's messages in the

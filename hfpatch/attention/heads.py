@@ -40,8 +40,8 @@ def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
         width = K
     if elements // K * width > MOST_ELEMENTS:
         raise ValueError(
-            f"hfpatch: the queries of a KV head must have at most 2^31 elements, got "
-            f"{elements // K * width:,}. Share each row between GPUs."
+            "hfpatch: the queries of a KV head, padded to 128 rows and columns, must have at most "
+            f"2^31 elements, got {elements // K * width:,}. Share each row between GPUs."
         )
     repeat = H // K
     groups = []

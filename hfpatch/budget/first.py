@@ -75,9 +75,8 @@ def first_policy(
             ways += [(n, KEEPS["input"]) for n in range(every, most + 1)]
         for every, keep in ways:
             needed = one * (-(-layers // every) * (2 if keep >= 0 else 1))
-            # less than one tensor of lse, or the gradient that waits there under "least"
-            if keep >= 0 or _aim(settings, every, one, free) == "least":
-                needed += one
+            # about a tensor of lse, and the gradient that waits there under "least"
+            needed += one * (keep >= 0) + one * (_aim(settings, every, one, free) == "least")
             if needed <= room:
                 break
         else:

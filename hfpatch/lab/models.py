@@ -138,7 +138,7 @@ def hub_config(name: str) -> dict:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"hfpatch: there is no model folder at {name}. Check the path.")
+        raise ValueError(f"hfpatch: a model's folder must exist, got {name}. Check the path.")
     try:
         return read_config(Path(hf_hub_download(name, "config.json", local_files_only=True)))
     except (OSError, ValueError):
@@ -150,6 +150,6 @@ def hub_config(name: str) -> dict:
     except Exception as error:  # no network, a gated or unknown model: classes differ by version
         raise ValueError(
             f"hfpatch: {name!r} is no preset, and its config.json could not be fetched "
-            f"({type(error).__name__}). Log in with `hf auth login`, or download the model and pass "
-            "its folder; a plan needs its config.json alone."
+            f"({type(error).__name__}). Check the network, and `hf auth login` for a gated model; or "
+            "download it and pass its folder (to a plan its config.json)."
         ) from None

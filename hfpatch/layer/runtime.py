@@ -110,7 +110,7 @@ class LayerRuntime(Policies):
         if hidden_BT is None or not x.requires_grad:
             return
         streams = streams_of(x, *hidden_BT.shape)
-        if joined(x, streams).shape[:-1] == hidden_BT.shape:
+        if streams is not None or x.shape[:-1] == hidden_BT.shape:
             x.register_hook(partial(self._look, hidden_BT, streams))
             self.hidden_BT = None
 

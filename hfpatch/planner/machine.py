@@ -37,8 +37,8 @@ def card(name: str) -> Gpu:
     memory = parse_bytes(name)
     if memory <= CONTEXT_BYTES:
         raise ValueError(
-            f"hfpatch: --gpu must have more memory than the GiB that CUDA takes, got {name}. Pass "
-            "the card's, such as 24GiB."
+            f"hfpatch: --gpu must have more than 1 GiB, which CUDA takes, got {name}. Pass the "
+            "card's memory, such as 24GiB."
         )
     near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory))
     return replace(

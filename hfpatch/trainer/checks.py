@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
@@ -266,14 +267,17 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
         )
     if checkpoint is None:
         return
-    parts = len([*Path(checkpoint).glob("*/*zero_pp_rank_*_optim_states.pt")])
-    if parts and parts != args.world_size:
+    folder = Path(checkpoint)
+    parts = len([*folder.glob("*/*zero_pp_rank_*_optim_states.pt")])
+    # Machines with storage of their own have their own processes' parts.
+    known = (0, args.world_size, environment_number("LOCAL_WORLD_SIZE", args.world_size))
+    if parts not in known and not any(folder.glob("*_universal")):
         raise ValueError(
-            f"hfpatch: {checkpoint} was saved by {parts} processes under ZeRO, and this run has "
-            f"{args.world_size}. Launch as many, or start a new run with --model set to what the "
-            "checkpoint's zero_to_fp32.py makes of it."
+            f"hfpatch: the run must have as many processes as saved {checkpoint} under ZeRO, "
+            f"{parts}, got {args.world_size}. Launch as many, or start a new run from its weights "
+            "(guide: Export)."
         )
-    if (kind == "FSDP") is not any(Path(checkpoint).glob("pytorch_model_fsdp*")):
+    if (kind == "FSDP") is not any(folder.glob("pytorch_model_fsdp*")):
         here, there = ("under", "without") if kind == "FSDP" else ("without", "under")
         raise ValueError(
             f"hfpatch: {checkpoint} was saved {there} FSDP, and this run of {args.world_size} "

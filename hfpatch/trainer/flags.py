@@ -208,7 +208,7 @@ class TrainArguments(TrainingArguments):
     @property
     def has_engine(self) -> bool:
         """Whether DeepSpeed or FSDP runs, by these flags or by those of `accelerate launch`."""
-        launched = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         return bool(self.deepspeed_plugin or self.fsdp or launched)
 
     def __getstate__(self):

@@ -107,10 +107,11 @@ def this_gpu(args) -> Gpu | None:
 
 def placement_of(config, model, args) -> str:
     """The planner's name for where this run's weights and optimizer states are."""
-    if not model.placement and args.has_engine:
+    named = placement_of_engine(model.placement or "auto")
+    if args.has_engine and named in ("auto", *_OF_ONE_PROCESS):
         return "unknown"
     if model.placement or model.lora_r:
-        return placement_of_engine(model.placement or "auto")
+        return named
     if "8bit" in args.optim:
         return "gpu8bit"
     return "adamw-fp32" if dtype_of(config, model) == torch.float32 else "adamw"

@@ -182,9 +182,7 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
     assert config_of("Qwen/Qwen3-8B")[1]["hidden_size"] == 4096
     done = ask("owner/name")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert (
-        "'owner/name' is no preset" in done.stderr and "a plan needs its config.json" in done.stderr
-    )
+    assert "'owner/name' is no preset" in done.stderr and "to a plan its config.json" in done.stderr
 
 
 @pytest.mark.parametrize("change, words", [
