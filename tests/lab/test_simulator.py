@@ -265,7 +265,7 @@ SCANS = {
 }  # fmt: skip
 
 
-@tiny.not_before_transformers((5, 16), "writes these scans in another way")
+@tiny.not_before_transformers((5, 17), "writes these scans in another way")
 @pytest.mark.parametrize(
     "family, implementation",
     tiny.longer(

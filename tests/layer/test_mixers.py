@@ -262,7 +262,7 @@ def of_shares(stock, given, pieces):
     return {name: weight.grad for name, weight in stock.named_parameters()}
 
 
-@tiny.not_before_transformers((5, 16), "does more with such a model's logits: they are computed")
+@tiny.not_before_transformers((5, 17), "does more with such a model's logits: they are computed")
 def test_documents_are_apart_also_where_the_model_drops_positions():
     """Mamba's causal model takes them and tells its layers nothing; without our layers the mixers
     would see across.
