@@ -176,3 +176,9 @@ def reference_of(trainer):
             "of sums over each sequence. Set both to 1."
         )
     return getattr(trainer, "ref_model", None)
+
+
+def split_by_hooks(module) -> bool:
+    """Whether transformers before 5.16 split this module over ranks: its weights are local tensors,
+    and hooks reduce its values in place."""
+    return getattr(module, "_hf_device_mesh", None) is not None

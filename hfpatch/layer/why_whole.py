@@ -31,6 +31,7 @@ from hfpatch.compat import (
     hooks_on_all,
     in_fsdp2,
     other_hooks,
+    split_by_hooks,
     watched_by_user,
 )
 from hfpatch.context.class_code import as_probed
@@ -252,6 +253,11 @@ REASONS = (
         "sharded inside",  # each would be gathered, and its gradients reduced, once a tile
         "modules in it are sharded by themselves (FSDP2)",
         lambda layer, c: any(map(in_fsdp2, c.snapshot.inside)),
+    ),
+    _layer(  # hooks reduce in place what a rerun leaves out
+        "split by hooks",
+        "weights that transformers before 5.16 splits over ranks",
+        lambda layer, c: any(map(split_by_hooks, c.snapshot.inside)),
     ),
     _layer("hooks", "hooks on {a module}", _hooked),
     _layer("patched class", "another {class}.forward or rotation than at apply()", _patched),
