@@ -178,7 +178,7 @@ def reference_of(trainer):
     return getattr(trainer, "ref_model", None)
 
 
-def split_by_hooks(module) -> bool:
-    """Whether transformers before 5.16 split this module over ranks: its weights are local tensors,
-    and hooks reduce its values in place."""
-    return getattr(module, "_hf_device_mesh", None) is not None
+def split_by_hooks(module):
+    """The mesh over which transformers before 5.16 split this module: its weights are local tensors,
+    and hooks reduce its values in place. None without one."""
+    return getattr(module, "_hf_device_mesh", None)

@@ -22,7 +22,7 @@ from hfpatch.layer.graph_bytes import kind_of
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.streamed_weights import frozen_tables
 from hfpatch.layer.traits import layers_in
-from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group
+from hfpatch.parallel.shards import Shards, have_one_input, least_of, tensor_parallel_group
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
 
@@ -153,7 +153,7 @@ class Policies:
 
     def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Checkpointing:
         """The first policy of a shape. Ranks that must choose alike do so together."""
-        group = self._group(layer, whole)
+        group = self._group(layer)
         found = self._resolve(layer, longest, x_BTD, whole, group)
         if found.every > 1 and is_sharded(layer):
             raise ValueError(
@@ -163,18 +163,18 @@ class Policies:
             )
         self.open_queue(x_BTD.device, found)
         # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
-        shares = group is not None and self.sequence is None
-        if shares and found.every == 1 and self.shards is None:
+        shares = group is not None and self.sequence is None and not whole
+        if shares and found.every == 1 and self.shards is None and have_one_input(layer):
             self.shards = Shards(group)
         return found
 
-    def _group(self, layer: nn.Module, whole: bool):
-        """The ranks that must choose alike: those that share rows, or a tiled layer's weights. None
-        if this one chooses alone.
+    def _group(self, layer: nn.Module):
+        """The ranks that must choose alike: those that share rows, or a layer's weights. None if
+        this one chooses alone.
         """
         if self.sequence is not None:
             return self.sequence.group
-        return None if whole else tensor_parallel_group(layer)
+        return tensor_parallel_group(layer)
 
     def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Checkpointing:
         """The first policy of a shape: what is sure to be little.
@@ -244,7 +244,7 @@ class Policies:
         settings = self._settings(x, layer)
         shape.policy = meter.next_policy(shape.first, settings, able, x.shape[0] * x.shape[1])
         meter.step.plan.whole = whole
-        group = self._group(layer, whole)
+        group = self._group(layer)
         if group is not None:
             self._agree(meter, shape, group)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hfpatch.compat import other_hooks
+from hfpatch.compat import other_hooks, split_by_hooks
 
 _of_hosts: dict = {}  # process group -> the gloo group of its ranks
 # torch 2.13 deprecates the old name
@@ -19,20 +19,26 @@ _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def tensor_parallel_group(layer: nn.Module):
-    """The group of ranks that share this layer's weights and get the same input; None without one.
+    """The group of ranks that share this layer's weights; None without one. They run its modules
+    equally often, since each run exchanges values."""
+    meshes = [split_by_hooks(module) for module in layer.modules()]
+    for parameter in layer.parameters():
+        if any(placement.is_shard() for placement in getattr(parameter, "placements", ())):
+            meshes.append(parameter.device_mesh)
+    for mesh in meshes:
+        if mesh is not None and mesh.ndim == 1 and mesh.size() > 1:
+            return mesh.get_group()
+    return None
+
+
+def have_one_input(layer: nn.Module) -> bool:
+    """Whether all ranks of that group get the same input of the layer.
 
     A norm with another library's forward or hooks may see only a part of the sequence on each rank
-    (sequence-parallel norms). The ranks' inputs then differ, and nothing is shared.
+    (sequence-parallel norms).
     """
     norm = getattr(layer, "input_layernorm", None)
-    if norm is None or "forward" in vars(norm) or other_hooks(norm):
-        return None
-    for parameter in layer.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh.ndim == 1 and mesh.size() > 1:
-            if any(placement.is_shard() for placement in parameter.placements):
-                return mesh.get_group()
-    return None
+    return norm is not None and "forward" not in vars(norm) and not other_hooks(norm)
 
 
 def of_hosts(group):

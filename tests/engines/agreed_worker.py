@@ -133,13 +133,17 @@ def rows(group, noted: Noted) -> float:
     return worst
 
 
-def weights(folder: Path, noted: Noted) -> float:
-    """The worst error of the gradients of tensor-parallel ranks, over its budget."""
+def weights(folder: Path, noted: Noted, untiled: bool = False) -> float:
+    """The worst error of the gradients of tensor-parallel ranks, over its budget. untiled: by a
+    user's hooks.
+    """
     given = {"num_hidden_layers": LAYERS}
     make, worst = common.make_config, 0.0
     common.make_config = lambda *args, **more: make(*args, **given | more)
     ours = tp_worker.load(folder / "model")
     hfpatch.apply(ours)
+    for layer in ours.model.layers if untiled else ():
+        layer.self_attn.register_forward_hook(lambda *_: None)
     ours.register_forward_hook(lambda *_: noted.stepped(ours))
     for _ in range(3):
         with noted.on(Card):
@@ -155,7 +159,11 @@ def main(chosen: str, free: str, speeds: str, folder: str) -> None:
     rank, found = dist.get_rank(), {}
     Card.free = int(float(free.split(",")[rank]) * MiB)
     group = dist.new_group(range(2))
-    ways = {"rows": lambda n: rows(group, n), "weights": lambda n: weights(Path(folder), n)}
+    ways = {
+        "rows": lambda n: rows(group, n),
+        "weights": lambda n: weights(Path(folder), n),
+        "untiled": lambda n: weights(Path(folder), n, untiled=True),
+    }
     Card.seconds = SECONDS * float(speeds.split(",")[rank])
     for way in chosen.split(","):
         noted = Noted()

@@ -75,24 +75,29 @@ def test_gradients_are_those_of_one_process(tmp_path):
 
 @pytest.mark.parametrize("ways, free, speeds", [
     # The first rank has less memory, and it alone has a link to keep gate and up over.
-    pytest.param("rows,weights", "2.5,1000", "1,0", marks=tiny.not_before_transformers(
+    pytest.param("rows,weights,untiled", "2.5,1000", "1,0", marks=tiny.not_before_transformers(
         (5, 16), "splits weights by hooks, whose layers run untiled")),
     # The second rank's link is faster: it alone would keep gate and up.
     pytest.param("rows", "2.5,2.5", "1,10", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_ranks_on_other_devices_run_one_plan(ways, free, speeds, tmp_path):
     """The least of their plans, asked for at a shape's 1st, 2nd, 4th and 8th step, where ranks share
-    rows or split layers between them: with other plans one waits for an exchange that never comes.
+    rows or split layers between them, tiled or not: with other plans one waits for an exchange that
+    never comes.
     """
     reports = torchrun("agreed_worker.py", ways, free, speeds, folder=tmp_path)
-    expected = {"rows": (1, 4 + 2, CLOSE), "weights": (2, 4, 1.0)}
+    expected = {
+        "rows": (1, 4 + 2, CLOSE, 0),
+        "weights": (2, 4, 1.0, 0),
+        "untiled": (2, 4, 1.0, -1),
+    }
     for way in ways.split(","):
-        plain, asked, close = expected[way]
+        plain, asked, close, keep = expected[way]
         one, other = (report[way] for report in reports)
         assert one["own"][-1] != other["own"][-1]  # alone, they would not have run alike
         assert one["ran"] == other["ran"]
         policy, keeps_all = one["ran"][-1]
-        assert policy == [plain, 1024, 0]
+        assert policy == [plain, 1024, keep]
         assert keeps_all == [False] * (4 - plain) + [True] * plain
         assert one["asked"] == other["asked"] == asked
         assert max(one["worst"], other["worst"]) <= close
