@@ -75,8 +75,9 @@ def first_policy(
             ways += [(n, KEEPS["input"]) for n in range(every, most + 1)]
         for every, keep in ways:
             needed = one * (-(-layers // every) * (2 if keep >= 0 else 1))
-            # about a tensor of lse, and the gradient that waits there under "least"
-            needed += one * (keep >= 0) + one * (_aim(settings, every, one, free) == "least")
+            # 4 bytes of lse a head of 128 columns, and the gradient that waits there under "least"
+            needed += rows * width // 32 * layers * (keep >= 0)
+            needed += one * (_aim(settings, every, one, free) == "least")
             if needed <= room:
                 break
         else:
