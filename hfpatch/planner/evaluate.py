@@ -124,13 +124,13 @@ class Ladder:
 
     def _first(self) -> Checkpointing:
         run = self.run
-        known = {
+        sizes = {
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": run.shape.num_layers,
             "chains": run.shape.carries_states and run.ranks == 1,
             "card": run.gpu.memory_bytes, "free": self._first_free()
         }  # fmt: skip
         try:
-            return first_policy(self.settings, **known, host=self._host())
+            return first_policy(self.settings, **sizes, host=self._host())
         except ValueError:  # the host cannot hold it, which the plan says
             return first_policy(self.settings, **known)
 

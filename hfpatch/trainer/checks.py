@@ -270,8 +270,8 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
     folder = Path(checkpoint)
     parts = len([*folder.glob("*/*zero_pp_rank_*_optim_states.pt")])
     # Machines with storage of their own have their own processes' parts.
-    known = (0, args.world_size, environment_number("LOCAL_WORLD_SIZE", args.world_size))
-    if parts not in known and not any(folder.glob("*_universal")):
+    expected = (0, args.world_size, environment_number("LOCAL_WORLD_SIZE", args.world_size))
+    if parts not in expected and not any(folder.glob("*_universal")):
         raise ValueError(
             f"hfpatch: the run must have as many processes as saved {checkpoint} under ZeRO, "
             f"{parts}, got {args.world_size}. Launch as many, or start a new run from its weights "
