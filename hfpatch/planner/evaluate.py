@@ -132,7 +132,7 @@ class Ladder:
         try:
             return first_policy(self.settings, **sizes, host=self._host())
         except ValueError:  # the host cannot hold it, which the plan says
-            return first_policy(self.settings, **known)
+            return first_policy(self.settings, **sizes)
 
     def plan(self, way: str) -> Plan:
         """The plan of the policy that the steps settle on; with FIRST and GLANCE, of the first one."""
