@@ -41,7 +41,7 @@ FOLDERS = {
     "attention": (400, 5230),  # rows of 4M tokens over GPUs
     "loss": (442, 5050),  # another mode of autograd, for who scores without a gradient in a forward
     ".": (386, 3826),
-    "parallel": (176, 2146),
+    "parallel": (176, 2166),  # untiled layers of ranks that split weights choose alike
     "examples": (124, 1568),  # moved here from scripts/: what the wheel holds
 }  # fmt: skip
 TESTS = 18000  # most statements of tests/; host memory of who trains on Windows

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hfpatch.compat import other_hooks, split_by_hooks
+from hfpatch.compat import in_fsdp2, other_hooks, split_by_hooks
 
 _of_hosts: dict = {}  # process group -> the gloo group of its ranks
 # torch 2.13 deprecates the old name
@@ -20,11 +20,17 @@ _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 def tensor_parallel_group(layer: nn.Module):
     """The group of ranks that share this layer's weights; None without one. They run its modules
-    equally often, since each run exchanges values."""
+    equally often, since each run exchanges values.
+    """
+    # Shards of FSDP2, of modules inside: its ranks have rows of their own, and may choose alone.
+    if any(in_fsdp2(module) for module in layer.modules() if module is not layer):
+        return None
     meshes = [split_by_hooks(module) for module in layer.modules()]
-    for parameter in layer.parameters():
-        if any(placement.is_shard() for placement in getattr(parameter, "placements", ())):
-            meshes.append(parameter.device_mesh)
+    meshes += [
+        parameter.device_mesh
+        for parameter in layer.parameters()
+        if any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
+    ]
     for mesh in meshes:
         if mesh is not None and mesh.ndim == 1 and mesh.size() > 1:
             return mesh.get_group()

@@ -15,7 +15,7 @@ from hfpatch.decoder import batch as batches
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.layer import policies
 from hfpatch.loss import causal_model as loss
-from hfpatch.parallel.shards import least_of
+from hfpatch.parallel.shards import least_of, tensor_parallel_group
 from tests.layer.devices import Told, on_device
 
 
@@ -83,14 +83,23 @@ def test_labels_that_transformers_takes_out_are_said(monkeypatch):
 
 def test_numbers_for_the_host_travel_over_a_gloo_group_of_their_own(tmp_path, monkeypatch):
     """Over the layers' communicator the host would wait until the device is idle."""
-    where = f"file://{tmp_path}/store"
-    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     reduce, groups = dist.all_reduce, []
     note = lambda *args, group: groups.append(group) or reduce(*args, group=group)  # noqa: E731
     monkeypatch.setattr(dist, "all_reduce", note)
     assert least_of(None, [3, None]) == [3, None]
     assert len(set(groups)) == 1 and dist.group.WORLD not in groups
     assert dist.get_backend(groups[0]) == "gloo"
+
+
+def test_shards_that_fsdp2_gathers_inside_a_layer_are_no_group():
+    """Its ranks have rows of their own: one that asks the others to choose alike would wait."""
+    mesh = SimpleNamespace(ndim=1, size=lambda: 2, get_group=lambda: "ranks")
+    split = SimpleNamespace(is_shard=lambda: True)
+    for kind, group in (("FSDPModule", None), ("Linear", "ranks")):
+        inside = type(kind, (torch.nn.Linear,), {})(2, 2)
+        vars(inside.weight).update(placements=[split], device_mesh=mesh)
+        assert tensor_parallel_group(torch.nn.Sequential(inside)) == group
 
 
 def test_lengths_that_are_close_ask_the_other_ranks_no_more_than_one_length(monkeypatch):
