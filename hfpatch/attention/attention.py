@@ -68,25 +68,19 @@ def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float
     return [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
 
 
-def why_no_kernel(
-    head_dim: int, dtype: torch.dtype, device: torch.device, pattern: Pattern = CAUSAL
-) -> str | None:
-    """Why no fast kernel supports this attention, in a few words; None if one does."""
+def no_kernel_takes(
+    device: torch.device, head_dim: int, dtype: torch.dtype, pattern: Pattern
+) -> bool:
+    """Whether this attention runs in blocks on a GPU: kernels cap no scores, take documents and
+    windows in fp16 and bf16, heads that are multiples of 8, and no window at WIDEST_HEAD.
+    """
     if device.type in ("cpu", "meta"):
-        return None
-    if device.type != "cuda":
-        return f"no direct attention kernels on {device.type}"
+        return False
     if pattern.softcap is not None:
-        return "no kernel caps scores and has a backward of its own"
+        return True
     if dtype not in HALF:
-        if pattern.documents is not None or pattern.window is not None:
-            return "kernels for packed documents or a window take fp16 or bf16"
-        return None
-    if head_dim % 8:
-        return f"head_dim {head_dim} is not a multiple of 8"
-    if head_dim > WIDEST_HEAD and pattern.window is not None:
-        return f"a window at head_dim {head_dim}"
-    return None
+        return pattern.documents is not None or pattern.window is not None
+    return head_dim % 8 > 0 or (head_dim > WIDEST_HEAD and pattern.window is not None)
 
 
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:
@@ -98,7 +92,7 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return backend
     if backend == "cpu" and pattern.window is None and pattern.softcap is None:
         return backend
-    if backend == "cpu" or why_no_kernel(q.shape[3], q.dtype, q.device, pattern):
+    if backend == "cpu" or no_kernel_takes(q.device, q.shape[3], q.dtype, pattern):
         return "blocks"
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return "efficient"

@@ -124,9 +124,9 @@ def pick(q_BTHE: Tensor) -> str:
     """The backend for these queries."""
     device = q_BTHE.device
     B, T, _, E = q_BTHE.shape
-    if device.type != "cuda":
+    if device.type in ("cpu", "meta"):
         return "cpu"
-    if q_BTHE.dtype == torch.float64:
+    if device.type != "cuda" or q_BTHE.dtype == torch.float64:
         return "blocks"  # no kernel takes it
     if q_BTHE.dtype not in HALF or E > WIDEST_HEAD:
         return "efficient"

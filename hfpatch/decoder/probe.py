@@ -43,7 +43,6 @@ class _Counting:
         inputs: q, k and v of each call, with tokens on axis 1.
         independent: the inputs of all calls were finite, so no call reads another call's NaN.
         reason: why one of the calls cannot be tiled, or None.
-        softcap: the cap of attention's scores, or None.
     """
 
     value: float
@@ -51,7 +50,6 @@ class _Counting:
     inputs: list = field(default_factory=list)
     independent: bool = True
     reason: str | None = None
-    softcap: float | None = None
 
     def __call__(self, call: AttentionCall) -> Tensor:
         q = call.q_BHTE
@@ -60,7 +58,6 @@ class _Counting:
             self.independent &= bool(torch.isfinite(x).all())
             self.inputs.append(x.transpose(1, 2))
         self.modules.append(call.module)
-        self.softcap = call.softcap or self.softcap
         self.reason = self.reason or call.why_not_tiled()
         return q.new_full((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), self.value)
 
@@ -218,7 +215,7 @@ def _with_mixers(
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     if not count.independent:
         return replace(traits, reason=why("dependent mixers"))
-    return replace(traits, softcap=count.softcap)
+    return traits
 
 
 class _Probe:

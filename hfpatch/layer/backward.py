@@ -9,7 +9,7 @@
     D  phase_d_before      each tile: reruns `before` with its graph; dq, dk, dv give the rest of
                            dx
 
-There are three orders, a method each:
+There are three orders, a method each (and A alone where nothing mixes tokens):
 
     one_tile     B A C D   x stays throughout, and the graph that B builds serves D
     outs_kept    A B C D   attention's outputs are there, from the forward or a segment's rerun
@@ -28,6 +28,7 @@ tile, in A. dx has memory of its own: autograd, a hook or a caller may hold dy.
 Short of memory, dx waits on the host during C (Checkpointing.parks_dx).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -48,8 +49,8 @@ class Backward:
         recorded: gradients of the recorded tensors; left: of keys and values that later layers
             took.
         parked: dx in the store, during attention's backward.
-        qkv: q, k, v, later overwritten by their gradients.
-        outs: attention's outputs, if recomputed.
+        passes: the fetches of each pass over the tiles; lse_ticket: of the log-sum-exps, or None.
+        qkv, lses, douts: of attention, until its backward.
     """
 
     call: object
@@ -57,13 +58,13 @@ class Backward:
     weights: object
     recorded: tuple = ()
     left: tuple = ()
+    passes: Iterator = field(init=False)
+    lse_ticket: object = None
     dx: Tensor | None = None
     parked: list = field(default_factory=list)
     qkv: list | None = None
-    outs: list | None = None
     lses: list | None = None
     douts: list | None = None
-    dsinks: list | None = None
 
     def run(self, dy: Tensor, below) -> Tensor | None:
         """Runs the phases. Returns dx or None. below: the call of the layer below, or None. Its
@@ -74,12 +75,7 @@ class Backward:
         self.lse_ticket = call.fetch_whole(call.lses)
         if below is not None and not below.segment:
             below.prefetch()  # queued behind this call's fetches
-        if len(call.bounds) == 1:
-            self.one_tile(dy)
-        elif call.outs or not call.mixes:
-            self.outs_kept(dy)
-        else:
-            self.outs_again(dy)
+        getattr(self, call.order)(dy)
         return self.dx
 
     # -- the orders --------------------------------------------------------------------------------
@@ -89,11 +85,10 @@ class Backward:
         held = call.tiles(next(self.passes))
         (a, b), x, outs, gates = next(held)
         # B
-        if call.mixes:
-            qkv, back = traced.before_with_graph(x, a, b, self.need_x, self.weights, unread=False)
-            # the graph must not see its outputs overwritten by the gradients
-            self.qkv = [part.detach().contiguous() for part in qkv]
-        if call.mixes and not call.outs:
+        qkv, back = traced.before_with_graph(x, a, b, self.need_x, self.weights, unread=False)
+        # the graph must not see its outputs overwritten by the gradients
+        self.qkv = [part.detach().contiguous() for part in qkv]
+        if not call.outs:
             outs, self.lses = call.attend(self.qkv, rerun=True)
         # A
         dys = [dy, *self.recorded]
@@ -101,40 +96,37 @@ class Backward:
             x, outs, a, b, dys, gates, self.need_x, self.weights
         )
         del x, dys
-        if call.mixes:
-            # C
-            self.phase_c_attention(outs, [None] * len(self.qkv))
-            del outs
-            # D
-            dx = back(self.qkv, self.dsinks)
-            if dx is not None:
-                self.dx = dx if self.dx is None else self.dx.add_(dx)
+        # C
+        dqkv, dsinks = self.phase_c_attention(outs, [None] * len(self.qkv))
+        del outs
+        # D
+        dx = back(dqkv, dsinks)
+        if dx is not None:
+            self.dx = dx if self.dx is None else self.dx.add_(dx)
         next(held, None)  # frees its slot
 
     def outs_kept(self, dy: Tensor) -> None:
         self.phase_a_after(dy)
-        if self.call.mixes:
-            self.phase_b_qkv()
-            self.phase_c_attention(self.call.whole_outs(), self.qkv)
-            self.phase_d_before()
+        self.phase_b_qkv()
+        self.phase_d_before(*self.phase_c_attention(self.call.whole_outs(), self.qkv))
 
     def outs_again(self, dy: Tensor) -> None:
         self.phase_b_qkv()
-        self.outs, self.lses = self.call.attend(self.qkv, rerun=True)
+        outs, self.lses = self.call.attend(self.qkv, rerun=True)
         self.call.queue.transfers.settle()
-        self.phase_a_after(dy)
-        self.phase_c_attention(self.outs, self.qkv)
-        self.phase_d_before()
+        self.phase_a_after(dy, outs)
+        self.phase_d_before(*self.phase_c_attention(outs, self.qkv))
 
     # -- A -----------------------------------------------------------------------------------------
-    def phase_a_after(self, dy: Tensor) -> None:
+    def phase_a_after(self, dy: Tensor, outs: list[Tensor] | None = None) -> None:
+        """outs: attention's outputs, if recomputed."""
         call = self.call
         traced = call.traced
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if self.need_x else None
         dy_tiles = list(map(call.cut, (dy, *self.recorded)))
         for (a, b), x_t, out_t, gates in call.tiles(next(self.passes)):
-            if self.outs is not None:
-                out_t = [o[:, a:b] for o in self.outs]
+            if outs is not None:
+                out_t = [o[:, a:b] for o in outs]
             dys = list(map(next, dy_tiles))
             dx_t, douts_t = traced.after_with_graph(
                 x_t, out_t, a, b, dys, gates, self.need_x, self.weights
@@ -156,10 +148,13 @@ class Backward:
         self.qkv = self.call.before((bounds, x_t) for bounds, x_t, *_ in tiles)
 
     # -- C -----------------------------------------------------------------------------------------
-    def phase_c_attention(self, outs: list[Tensor], dqkv: list) -> None:
-        """outs: the attention outputs. Attention takes them from the list, so that each is freed
-        after its use. dqkv: the tensors to which the gradients of q, k, v are written (q, k, v
-        themselves), or None for new ones.
+    def phase_c_attention(self, outs: list[Tensor], dqkv: list) -> tuple[list, list]:
+        """The gradients of q, k, v, and of the sinks.
+
+        outs: the attention outputs. Attention takes them from the list, so that each is freed
+            after its use.
+        dqkv: the tensors to which the gradients are written (q, k, v themselves), or None for new
+            ones.
         """
         call = self.call
         traced = call.traced
@@ -169,31 +164,29 @@ class Backward:
         for mixer in call.attention.mixers:
             mixer.gradients = [self.weights]
         with replayed(traced.rng, "attend", call.device):
-            self.dsinks = call.attention.backward(
-                self.qkv, self.douts, lambda: outs.pop(0), lses, dqkv
-            )
+            dsinks = call.attention.backward(self.qkv, self.douts, lambda: outs.pop(0), lses, dqkv)
         left = iter(self.left)
         for pair in traced.left.values():
             for place in pair:
                 d = next(left)
                 if d is not None:  # gradients of keys and values that later layers took
                     dqkv[place] = dqkv[place] + d
-        self.qkv = dqkv  # from here on the gradients
-        self.douts = self.outs = self.lses = None
+        self.qkv = self.douts = self.lses = None
         if len(call.bounds) > 1:
             call.out_buffers = None
+        return dqkv, dsinks
 
     # -- D -----------------------------------------------------------------------------------------
-    def phase_d_before(self) -> None:
+    def phase_d_before(self, dqkv: list[Tensor], dsinks: list) -> None:
         call = self.call
         traced = call.traced
         for saved in self.parked:
             self.dx = torch.empty(saved.shape, dtype=saved.dtype, device=call.device)
             call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
-        grads = list(map(call.cut, self.qkv))
+        grads = list(map(call.cut, dqkv))
         for (a, b), x_t, *_ in call.tiles(next(self.passes)):
             _, back = traced.before_with_graph(x_t, a, b, self.need_x, self.weights, unread=True)
-            dx_t = back(list(map(next, grads)), self.dsinks if a == 0 else None)
+            dx_t = back(list(map(next, grads)), dsinks if a == 0 else None)
             if dx_t is not None:
                 self.dx[:, a:b].add_(dx_t)
             del x_t, back, dx_t

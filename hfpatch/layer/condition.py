@@ -47,12 +47,6 @@ class Condition:
     def __reduce__(self):  # a copy of the layer finds its own
         return type(None), ()
 
-    @property
-    def head_dim(self) -> int:
-        """The largest of the layer's attention modules, 0 if they name none."""
-        attending = self.mixing[: len(self.traits.attention)]
-        return max((getattr(attn, "head_dim", 0) or 0 for attn in attending), default=0)
-
 
 def look(layer: nn.Module) -> Condition:
     """The layer's condition, found anew if the layer changed."""

@@ -17,12 +17,13 @@ from hfpatch.budget.policy import RING_SLOTS, Checkpointing
 from hfpatch.compat import version
 from hfpatch.store.transfers import FetchQueue, Saved
 
-# What the passes of a backward fetch of each tile, in order (backward.py has the phases A, B, D).
-# "out" are the kept attention outputs, "gates" gate and up, where they are kept.
+# Each order of a backward (its method in backward.py, which has the phases A, B, D), and what its
+# passes fetch of each tile. "out" are the kept attention outputs, "gates" gate and up.
 PASSES = {
-    "one tile": (("x", "out", "gates"),),  # A alone, or a tile that stays for all phases
-    "outs kept": (("x", "out", "gates"), ("x",), ("x",)),  # A B D
-    "outs again": (("x",), ("x", "gates"), ("x",)),  # B A D
+    "one_tile": (("x", "out", "gates"),),  # which stays for all phases
+    "phase_a_after": (("x", "gates"),),  # alone: nothing mixes tokens
+    "outs_kept": (("x", "out", "gates"), ("x",), ("x",)),  # A B D
+    "outs_again": (("x",), ("x",), ("x",)),  # B A D
 }
 
 
@@ -54,7 +55,7 @@ def write_tile(
 @dataclass(eq=False, kw_only=True)
 class Kept:
     """The saved tensors of a call. bounds: of its tiles; queue: of its device and tier, None if
-    nothing is kept. `mixes`: whether something in the layer mixes tokens; if not, there is one pass.
+    nothing is kept.
     """
 
     policy: Checkpointing
@@ -87,12 +88,18 @@ class Kept:
             return iter((x,))
         return iter(x.split([b - a for a, b in self.bounds], 1))
 
+    @property
+    def order(self) -> str:
+        """The order of the backward, a key of PASSES."""
+        if not self.mixes:
+            return "phase_a_after"
+        if len(self.bounds) == 1:
+            return "one_tile"
+        return "outs_kept" if self.outs else "outs_again"
+
     def _planned(self) -> list[Pass]:
         """The passes of a backward, in order."""
-        order = "outs kept" if self.outs else "outs again"
-        if len(self.bounds) == 1 or not self.mixes:
-            order = "one tile"
-        return list(map(self._pass, PASSES[order]))
+        return list(map(self._pass, PASSES[self.order]))
 
     def _pass(self, names: tuple[str, ...]) -> Pass:
         """The pass that fetches the tensors with these names."""

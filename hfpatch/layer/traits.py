@@ -25,7 +25,6 @@ class LayerTraits:
         unread_always: the names in unread_after whose values the layer's output does not read
             either, so that they are skipped in forward too.
         reason: why the layer is not tiled (layer.why_whole.Why, of stage apply), or None.
-        softcap: the cap of attention's scores, or None.
         looked: the probe searched for modules that mix tokens.
         attends: the mixers only call attention, in a way that cannot be intercepted.
         kinds: the known classes in all layers of the small instance (strangers.kinds_in).
@@ -40,7 +39,6 @@ class LayerTraits:
     unread_before: tuple[str, ...] = ()
     unread_always: tuple[str, ...] = ()
     reason: str | None = None
-    softcap: float | None = None
     looked: bool = False
     attends: bool = False
     kinds: frozenset = frozenset()

@@ -22,10 +22,8 @@ from functools import partial
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hfpatch.attention.attention import Pattern, why_no_kernel
 from hfpatch.compat import (
     MADE_FROM,
-    autocast_dtype,
     engine_hook,
     forward_hooks,
     hooks_on_all,
@@ -37,7 +35,6 @@ from hfpatch.compat import (
 from hfpatch.context.class_code import as_probed
 from hfpatch.context.classes import other_forward, package_of, replaced_forward
 from hfpatch.context.current import named, standard, why_not_causal
-from hfpatch.context.masks import Mask
 from hfpatch.layer.strangers import stranger_in
 from hfpatch.parts.quantised import WRAPPED, kinds_of, scales_over_tokens
 
@@ -190,15 +187,6 @@ def _mask(r) -> str | None:
     return None
 
 
-def _no_kernels(r) -> str | None:
-    softcap = r.condition.traits.softcap
-    device = r.x.device
-    mask = r.kwargs.get("attention_mask")
-    pattern = mask.pattern(softcap) if isinstance(mask, Mask) else Pattern(softcap=softcap)
-    dtype = autocast_dtype(device.type) or r.x.dtype
-    return why_no_kernel(r.condition.head_dim, dtype, device, pattern)
-
-
 # --- the list ------------------------------------------------------------------------------------
 
 _layer = partial(Reason, when="layer", told=True)
@@ -337,7 +325,6 @@ REASONS = (
         lambda r: r.kwargs.get("encoder_hidden_states") is not None,
     ),
     _call("mask", "{attention or a mask that is not causal}", _mask),
-    _call("kernels", "{a head width, dtype or pattern that no kernel takes}", _no_kernels),
 )
 BY_NAME = {reason.name: reason for reason in REASONS}
 

@@ -166,11 +166,11 @@ def test_a_card_is_used_under_torchs_default_allocator(name, dry, table):
 
 @long
 def test_layers_that_cannot_be_tiled_come_to_keep_everything(dry, table):
-    ran = dry.run("gemma2", layers=4, rows=[(1, 4096)] * 4)
+    ran = dry.run(MODEL, layers=4, rows=[(1, 4096)] * 4, changes={"attention_dropout": 0.1})
     assert ran.end == "ok"
     first, last = (s["launches_forward"] + s["launches_backward"] for s in ran.steps[::3])
-    table("memory", "gemma2, 4 layers that run untiled", "launches of the first step", first)
-    table("memory", "gemma2, 4 layers that run untiled", "launches of the last step", last, first)
+    table("memory", "4 layers that run untiled", "launches of the first step", first)
+    table("memory", "4 layers that run untiled", "launches of the last step", last, first)
     assert last < 0.8 * first
 
 

@@ -235,7 +235,7 @@ def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
     monkeypatch.setattr(_fa3, "_fa3_scaled_dot_product_flash_attention_backward_impl", backward)
     results = []
     for backend in ("fa3", "cpu"):
-        monkeypatch.setattr(A, "why_no_kernel", lambda *_: None)
+        monkeypatch.setattr(A, "no_kernel_takes", lambda *_: False)
         out, lse, state = A.attention_forward(q, k, v, scale=0.25, backend=backend)
         results.append(
             (
@@ -332,21 +332,14 @@ def test_widened_heads_go_to_fa2():
 
 
 def test_backend_of_each_device():
-    for head_dim, reason in (
-        (128, None),
-        (256, None),
-        (260, "head_dim 260 is not a multiple of 8"),
-        (512, None),
-    ):
-        assert A.why_no_kernel(head_dim, torch.bfloat16, torch.device("cuda")) == reason
-    assert "packed" in A.why_no_kernel(
-        128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None))
-    )
-    assert "window" in A.why_no_kernel(
-        128, torch.float32, torch.device("cuda"), A.Pattern(window=4)
-    )
-    capped = A.Pattern(softcap=30.0)
-    assert "caps scores" in A.why_no_kernel(256, torch.bfloat16, torch.device("cuda"), capped)
+    cuda = torch.device("cuda")
+    for head_dim, blocks in ((128, False), (256, False), (260, True), (512, False)):
+        assert A.no_kernel_takes(cuda, head_dim, torch.bfloat16, A.CAUSAL) is blocks
+    packed = A.Pattern(A.Documents((0, 1), None))
+    for pattern in (packed, A.Pattern(window=4), A.Pattern(softcap=30.0)):
+        assert A.no_kernel_takes(cuda, 128, torch.float32, pattern)
+    assert A.no_kernel_takes(cuda, 256, torch.bfloat16, A.Pattern(softcap=30.0))
+    assert not A.no_kernel_takes(cuda, 128, torch.bfloat16, packed)
 
 
 class _Efficient:
@@ -418,7 +411,7 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
         (packed, True),
         (A.Pattern(window=4), False),
     ):
-        assert (A.why_no_kernel(512, torch.bfloat16, cuda, pattern) is None) is served
+        assert A.no_kernel_takes(cuda, 512, torch.bfloat16, pattern) is not served
 
 
 @pytest.mark.parametrize("window", [16, 192])

@@ -235,14 +235,14 @@ def test_an_unknown_model_gets_the_three_nearest(asked, near, capsys):
     assert said.count("\n") == 1 and "config.json" in said and "owner/name" in said
 
 
-def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys):
-    """On a GPU its layers run untiled: no kernel there caps scores."""
-    small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
+def test_untiled_layers_are_planned_as_apply_serves_them(tmp_path, capsys):
+    small = {"num_hidden_layers": 2, "vocab_size": 1024, "attention_dropout": 0.1}
+    small = preset_config("llama-3.2-1b") | small
     (tmp_path / "config.json").write_text(json.dumps(small))
     asked = ["plan", "--model", str(tmp_path), "--seq-len", "8192", "--placement", "gpu8bit"]
     assert cli.main([*asked, "--json"]) == 0
     named = json.loads(capsys.readouterr().out)
-    assert named["policy"].startswith("layers run untiled (no kernel caps scores")
+    assert named["policy"].startswith("layers run untiled (attention dropout")
     assert named["why"].startswith("simulated")
 
 

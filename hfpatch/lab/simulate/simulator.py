@@ -13,6 +13,7 @@ import gc
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -31,7 +32,6 @@ from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
 from hfpatch.lab.watch import module_calls
-from hfpatch.layer import why_whole
 from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.traits import layers_in, runtimes_in
@@ -144,13 +144,6 @@ def _host_buffers(follower: Follower):
         yield
 
 
-def _on_cuda(why_no_kernel):
-    """attention.why_no_kernel as a GPU answers it. Layers without a kernel there run untiled here."""
-    return lambda head_dim, dtype, device, *pattern: why_no_kernel(
-        head_dim, dtype, torch.device("cuda"), *pattern
-    )
-
-
 @contextlib.contextmanager
 def _patched_as(model: nn.Module, policy, cuda: bool):
     """A context in which hfpatch follows the policy, if there is one, and its CUDA paths as far as
@@ -163,8 +156,8 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
             stack.enter_context(for_now(_wide_sums, AS_CUDA=True))
             # These serve tiled layers and whole ones.
             stack.enter_context(for_now(heads, pick=lambda *_: "flash"))
-            for user in (attention, why_whole):
-                stack.enter_context(for_now(user, why_no_kernel=_on_cuda(user.why_no_kernel)))
+            on_cuda = partial(attention.no_kernel_takes, torch.device("cuda"))
+            stack.enter_context(for_now(attention, no_kernel_takes=lambda _, *call: on_cuda(*call)))
         for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
@@ -175,14 +168,9 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
         yield
 
 
-def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
+def _whole(model: nn.Module) -> dict:
     """Reasons why layers of a patched model run untiled here -> number of layers."""
-    found = Counter()
-    for module in layers_in(model):
-        pattern = attention.Pattern(softcap=module._hfpatch.traits.softcap)
-        known = look(module)
-        unable = attention.why_no_kernel(known.head_dim, dtype, torch.device("cpu"), pattern)
-        found[known.reason or unable] += 1
+    found = Counter(look(module).now for module in layers_in(model))
     found.pop(None, None)
     return dict(found)
 
@@ -339,7 +327,7 @@ def simulate(
                 both = (shadows.fake(ids), shadows.fake(labels))
                 more = {name: shadows.fake(value) for name, value in inputs.items()}
                 _steps(model, follower, steps, optimizer, both, more)
-            whole = _whole(model, next(model.parameters()).dtype)
+            whole = _whole(model)
     finally:
         model.train(was_training)
     result = summarize(follower.ledger)
