@@ -103,7 +103,7 @@ FIELDS = {
     ("layer/condition.py", "Condition"): 9,
     ("layer/measured_step.py", "Step"): 12,
     ("layer/backward.py", "Backward"): 12,
-    ("context/current.py", "_Current"): 6,  # thread-local
+    ("context/current.py", "_Current"): 8,  # thread-local
 }
 ATTRIBUTES = 19  # most names of attributes and methods that begin with _hfpatch_
 
@@ -114,8 +114,7 @@ def test_an_object_has_no_more_fields(place):
     tree = ast.parse((ROOT / "hfpatch" / file).read_text(encoding="utf-8"))
     found = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
     fields = [n for n in found.body if isinstance(n, ast.AnnAssign | ast.Assign)]
-    aliases = [n for n in fields if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
-    assert len(fields) - len(aliases) <= FIELDS[place]
+    assert len(fields) <= FIELDS[place]
 
 
 def test_modules_get_no_more_attributes():

@@ -5,7 +5,7 @@
     3  layers that keep all that autograd saves, with the memory that is left
 
 The run itself measures these numbers (layer/meter.py), except UNTRIED and the rate of pinning, which
-are assumed. A Kind counts bytes per token, a Call has lines over lengths: so what one length showed
+are assumed. A Kind counts bytes per token, a StepSizes has lines over lengths: so what one length showed
 serves every other. Standard library only.
 """
 
@@ -96,7 +96,7 @@ class Kind:
 
 
 @dataclass
-class Call:
+class StepSizes:
     """Steps of one kind: the same parameters train, in the same dtypes. All bytes are measured.
 
     Attributes:
@@ -128,7 +128,7 @@ class Call:
 
 @dataclass
 class Abilities:
-    """What the layers of a call can do. gate_up: bytes per token of gate and up, 0 if they cannot
+    """What the layers of a step can do. gate_up: bytes per token of gate and up, 0 if they cannot
     be kept; wide: bytes per token of a layer's input and attention output; host: free bytes of the
     host; link: bytes a second.
     """
@@ -139,9 +139,9 @@ class Abilities:
     link: float = 0.0
 
 
-def tile_bytes(call: Call, kinds: dict, tile: int, gate_up: int) -> float:
+def tile_bytes(sizes: StepSizes, kinds: dict, tile: int, gate_up: int) -> float:
     """Bytes that a tile takes in a layer's backward. gate_up: bytes per token, 0 if not kept."""
-    own = (kinds[name] for name in call.kinds if name in kinds)
+    own = (kinds[name] for name in sizes.kinds if name in kinds)
     most = max((kind.graph + kind.walk for kind in own), default=0)
     return tile * (most + RING_SLOTS * gate_up)
 
@@ -178,7 +178,7 @@ class StepPlan:
 
 def climb(
     first: Checkpointing,
-    call: Call,
+    sizes: StepSizes,
     kinds: dict,
     settings: Checkpointing,
     able: Abilities,
@@ -197,11 +197,11 @@ def climb(
     """
     if settings.aim == "least":  # its tiles stay as they are
         settings = replace(settings, tile=first.tile, plain=0, keep=first.keep)
-    rest = call.gradients + call.tiled.most(rows)
+    rest = sizes.gradients + sizes.tiled.most(rows)
 
     def peak(tile: int, gate_up: int) -> float:
         """The most bytes in the backward of tiled layers."""
-        return rest + tile_bytes(call, kinds, min(tile, rows), gate_up)
+        return rest + tile_bytes(sizes, kinds, min(tile, rows), gate_up)
 
     # [Rung 1] The tile.
     policy = first
@@ -215,48 +215,51 @@ def climb(
     if may_send and peak(policy.tile, able.gate_up) <= room:
         gate_up = able.gate_up
     top = peak(policy.tile, gate_up)
-    plan = StepPlan(policy, list(call.kinds), [False] * len(call.kinds), top=top)
-    plan.working = top - call.gradients
+    plan = StepPlan(policy, list(sizes.kinds), [False] * len(sizes.kinds), top=top)
+    plan.working = top - sizes.gradients
     # [Rung 3] Layers that keep all.
     if settings.plain == "auto":
         # The allocator reserves about a widest tensor, a gate, beyond what is allocated.
-        _keep_last_layers(plan, call, kinds, rows, room - call.sure * able.gate_up / 2 * rows)
+        _keep_last_layers(plan, sizes, kinds, rows, room - sizes.sure * able.gate_up / 2 * rows)
         plan.policy = policy = replace(policy, plain=sum(plan.keeps_all))
-    tiled = sum(kind is not None for kind in call.kinds) - policy.plain
-    count = min(tiled, in_time(call, able, rows, tiled)) if gate_up else 0
+    tiled = sum(kind is not None for kind in sizes.kinds) - policy.plain
+    count = min(tiled, sent_in_time(sizes, able, rows, tiled)) if gate_up else 0
     if count > 0:
-        nothing = len(call.kinds) - policy.plain - tiled  # layers below, which keep nothing
+        nothing = len(sizes.kinds) - policy.plain - tiled  # layers below, which keep nothing
         plan.policy = replace(policy, keep=nothing + count)
     return plan
 
 
-def _keep_last_layers(plan: StepPlan, call: Call, kinds: dict, rows: int, room: float) -> None:
+def _keep_last_layers(
+    plan: StepPlan, sizes: StepSizes, kinds: dict, rows: int, room: float
+) -> None:
     """Lets the last layers keep all, as many as fit. Of a kind that never did, one is tried.
 
     Backward begins at the last layer: from there on kept bytes become fewer and gradients more. So
     two peaks decide: `at_turn`, between forward and backward, with what all these layers keep; and
-    `at_end`, in the backward of the lowest of them, with its own bytes beside all gradients.
+    `at_end`, in the backward of the lowest of them, with its own bytes beside all gradients. Bytes
+    count from those as the step began; loss, after and need from those as the forward ended.
     """
-    stands = call.stands.most(rows)
-    loss = call.loss.most(rows)
-    after = call.after.most(rows)
+    stands = sizes.stands.most(rows)
+    loss = sizes.loss.most(rows)
+    after = sizes.after.most(rows)
     kept = walk = 0.0
-    working = 0.0  # of tiled layers whose backward comes while others keep their bytes
+    tiled_above = 0.0  # bytes in the backward of a tiled layer, while lower ones keep theirs
     tried = set()
-    for index in range(len(call.kinds) - 1, -1, -1):
-        name = call.kinds[index]
+    for index in range(len(sizes.kinds) - 1, -1, -1):
+        name = sizes.kinds[index]
         if name is None:
             continue
         kind = kinds[name]
         if not kind.cost or kind.kept is None and name in tried:
-            working = plan.working
+            tiled_above = plan.working
             continue
         tried.add(name)
         kept += kind.cost * rows
         walk = max(walk, kind.walk * rows)
-        need = max(loss, after + max(walk, working))
+        need = max(loss, after + max(walk, tiled_above))
         at_turn = stands + kept + need
-        at_end = call.gradients + kind.cost * rows + walk
+        at_end = sizes.gradients + kind.cost * rows + walk
         if max(at_turn, at_end) > room:
             break
         plan.keeps_all[index] = True
@@ -264,11 +267,11 @@ def _keep_last_layers(plan: StepPlan, call: Call, kinds: dict, rows: int, room: 
         plan.top = max(plan.top, at_turn, at_end)
 
 
-def in_time(call: Call, able: Abilities, rows: int, tiled: int) -> int:
+def sent_in_time(sizes: StepSizes, able: Abilities, rows: int, tiled: int) -> int:
     """How many layers can send gate and up to the host while the forward computes."""
-    if not call.seconds.points or not able.link:
+    if not sizes.seconds.points or not able.link:
         return 0
-    most = call.seconds.least(rows) * able.link
+    most = sizes.seconds.least(rows) * able.link
     if able.host is not None:
         most = min(most, HOST_SHARE * able.host, PINNED_MOST)
     spare = most - tiled * able.wide * rows

@@ -76,8 +76,8 @@ class Given:
         idle_BT: True where the loss does not read a token's output, or None.
         watched: there is a [B, T] mask, and more than a known loss may read outputs.
         behind: watched, and some row ends in padding.
-        reads: outputs there must equal transformers': the layers are stock, or a gradient reached
-            padding, or no backward of at most FEW tokens has shown yet whether one does.
+        reads: outputs behind a row must equal transformers': the layers are stock, a gradient
+            reached padding before, or that is not known yet and the batch has at most FEW tokens.
         sequence: the ranks that share the rows, or None.
     """
 

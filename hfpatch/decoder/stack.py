@@ -132,7 +132,7 @@ def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
 def _run_compiled(stack: "PatchedStack", kwargs):
     """The forward under torch.compile: transformers' own, which builds a [T, T] mask.
 
-    Tiled layers are autograd functions that run nested graphs, so a stack with them runs
+    Tiled layers are autograd functions that run nested graphs, so a stack with them trains
     outside the compiled graph.
     """
     runtime = stack._hfpatch.runtime
@@ -172,6 +172,7 @@ def _refuse_unasked(stack: "PatchedStack") -> None:
     another forward): they may mix tokens outside attention."""
     for layer in list_of_layers(stack) or [stack]:
         if isinstance(layer, PatchedLayer):
+            # A layer that is not compiled refuses itself as it runs (PatchedLayer.forward).
             mixing = mixing_of(layer._hfpatch.traits, look(layer))
             known = not any(mixing) or not compiled_by_itself(layer)
         else:

@@ -181,9 +181,7 @@ class TiledLayer(PatchedLayer):
         if why is not None:
             return self._untiled(r, why)
         policy = runtime.policy(self, r.x, r.batch.sequence)
-        # Mixers of shared rows need their tiles.
-        tiled = r.batch.sequence and self._hfpatch.traits.mixers
-        if runtime.layer_begins(self, r.x, policy) and not tiled:
+        if runtime.layer_begins(self, r.x, policy):
             return self._keeping_all(r)
         return self._in_tiles(r, policy)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hfpatch.budget.measured import Call, StepPlan
+from hfpatch.budget.measured import StepPlan, StepSizes
 from hfpatch.layer.gauge import Counters
 
 
@@ -47,9 +47,9 @@ class Step:
     """One forward of the layers and its backward: what is planned, and what is measured.
 
     Attributes:
-        key: of its Call. rows: of its batch. base: the counters as it began; last: the last read.
+        key: of its StepSizes. rows: of its batch. base: the counters as it began; last: the last read.
         limit: the most bytes that can be allocated; coming: of gradients that do not exist yet.
-        plan: of its layers; rows is 0 until one was made. ran: which layers kept all.
+        plan: of its layers; rows is 0 until one was made. kept_all: whether each layer did.
         over: its backward needs no more memory.
     """
 
@@ -60,15 +60,15 @@ class Step:
     limit: int
     plan: StepPlan
     rows: int = 0
-    ran: list = field(default_factory=list)
+    kept_all: list = field(default_factory=list)
     coming: int = 0
     over: bool = False
     forward: Forward = field(default_factory=Forward)
     backward: Backward = field(default_factory=Backward)
 
     @property
-    def call(self) -> Call:
-        return self.meter.calls[self.key]
+    def sizes(self) -> StepSizes:
+        return self.meter.sizes[self.key]
 
     @property
     def planned(self) -> float:

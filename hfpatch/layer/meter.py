@@ -25,10 +25,10 @@ from hfpatch.budget.measured import (
     SURE,
     UNSURE,
     Abilities,
-    Call,
     Kind,
     Line,
     StepPlan,
+    StepSizes,
     climb,
     tile_bytes,
 )
@@ -46,7 +46,7 @@ class Meter:
 
     Attributes:
         gauge: the device's counters; parameters: a function that returns the model's parameters.
-        trained: how many numbers train. kinds: name -> Kind; calls: key -> Call.
+        trained: number of trained values. kinds: name -> Kind; sizes: key -> StepSizes.
         step: the last one that began; steps: those whose graph lives.
         reserve: bytes more to leave free, after memory ran out or was short.
         tile_most: the largest tile, after memory ran out in a step that kept the least.
@@ -60,7 +60,7 @@ class Meter:
         self.parameters = parameters
         self.n_layers = n_layers
         self.kinds: dict[str, Kind] = {}
-        self.calls: dict[str, Call] = {}
+        self.sizes: dict[str, StepSizes] = {}
         self.card = gauge.card()
         self.step: Step | None = None
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
@@ -81,11 +81,11 @@ class Meter:
         dtype = autocast_dtype(self.gauge.device.type)
         waiting = sum(not s.over for s in self.steps)
         key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
-        self.calls.setdefault(key, Call())
+        self.sizes.setdefault(key, StepSizes())
         plan = StepPlan(LEAST, keeps_all=[False] * self.n_layers)
         self.step = Step(self, key, now, now, self.gauge.limit(), plan, coming=coming)
         self.step.forward.kinds = [None] * self.n_layers
-        self.step.ran = [False] * self.n_layers
+        self.step.kept_all = [False] * self.n_layers
 
     def _close(self, step: Step, now: Counters) -> None:
         """The next step begins: what this one showed about memory that ran out."""
@@ -97,15 +97,15 @@ class Meter:
         took = seconds_between(*clocks) if len(clocks) == 2 else None
         # Registering host memory with the driver takes longer than the forward.
         if took and now.host == step.base.host:
-            step.call.seconds.put(step.rows, took)
+            step.sizes.seconds.put(step.rows, took)
         ran_out = step.last.ooms > step.base.ooms
         # The first step that takes so much makes the allocator give back segments it had cached.
         again = step.planned <= self.reached and step.last.retries > step.base.retries
         self.reached = max(self.reached, step.planned)
         if ran_out or again:
             self.keep_less(step, ran_out)
-        elif sum(step.ran) > 1 and step.backward.began is not None:
-            step.call.sure = True
+        elif sum(step.kept_all) > 1 and step.backward.began is not None:
+            step.sizes.sure = True
 
     def keep_less(self, step: Step, ran_out: bool) -> None:
         """Memory ran out in a step, or the allocator gave back what it had cached."""
@@ -113,24 +113,22 @@ class Meter:
         more = SURE * self.card
         if ran_out:
             self.why = "memory ran out"
-            names = [kind for kind, ran in zip(step.forward.kinds, step.ran) if ran]
+            names = [kind for kind, yes in zip(step.forward.kinds, step.kept_all) if yes]
             kept = sum(self.kinds[name].cost for name in names) * step.rows
-            # Plans reach `limit - share - reserve` at most. The reserve is set so that the next one
-            # reaches `planned_peak - cut`: this step's was too much by a tenth of the card, or by
-            # half of what layers kept.
-            planned_peak = step.planned if kept else step.limit
-            cut = max(UNSURE * self.card, kept / 2)
-            more = step.limit - step.plan.share * self.card - planned_peak + cut
+            # This step was too much by a tenth of the card, or by half of what layers kept. Plans
+            # reach `limit - share - reserve` at most.
+            next_peak = (step.planned if kept else step.limit) - max(UNSURE * self.card, kept / 2)
+            more = step.limit - step.plan.share * self.card - next_peak
             if not kept and step.rows:
                 self.tile_most = max(TILES[0], step.plan.policy.tile // 2)
         self.reserve = max(self.reserve, int(more))
 
-    def _measured_like(self, step: Step) -> Call | None:
-        """The measured Call of this step's key or of the most alike."""
-        if step.call.measured:
-            return step.call
+    def _measured_like(self, step: Step) -> StepSizes | None:
+        """The measured StepSizes of this step's key or of the most alike."""
+        if step.sizes.measured:
+            return step.sizes
         alike = step.key.rsplit(" ", 2)[0] + " "
-        found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
+        found = (c for k, c in self.sizes.items() if k.startswith(alike) and c.measured)
         return next(found, None)
 
     def next_policy(
@@ -140,20 +138,20 @@ class Meter:
         nothing is known.
         """
         step = self.step
-        call = self._measured_like(step)
+        sizes = self._measured_like(step)
         step.rows = rows
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
         plan = StepPlan(first, keeps_all=[False] * self.n_layers)
-        if call is not None:
-            own = call is step.call
+        if sizes is not None:
+            own = sizes is step.sizes
             share = UNSURE
-            if own and call.sure:
+            if own and sizes.sure:
                 share = min(UNSURE, SURE + self.gaps / self.card)
             room = step.limit - step.base.allocated - share * self.card - self.reserve
             if not own:
                 room -= step.coming
-            plan = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
+            plan = climb(first, sizes, self.kinds, settings, able, rows, room, self.tile_most)
             plan.share = share
             if settings.aim != "least":
                 plan.ahead = COPIES * (able.wide + able.gate_up) * rows
@@ -216,7 +214,7 @@ class Meter:
             self.kinds.setdefault(kind, Kind())
             if step.plan.keeps_all[index] and self._keeps_all(index, kind, solid, limit):
                 return True
-        # Beside a tiled layer: solid + sources + plan.working <= limit. They take more than
+        # Beside a tiled layer: solid + sources + plan.working <= limit. Sources take more than
         # `plan.ahead` only below the step's planned peak, which comes later.
         takes = solid + step.plan.working
         most = max(step.plan.ahead, step.planned - takes)
@@ -240,12 +238,12 @@ class Meter:
             plan.keeps_all[index] = False
             return False
         step.forward.open = (index, kind, solid)
-        step.ran[index] = True
+        step.kept_all[index] = True
         below_peak = step.planned - kept if step.planned else left
-        # Where the layers just before send no gate and up, those copies are over: what would stay of
-        # their sources only leaves holes between what this layer keeps.
-        over = plan.gate_up * (plan.policy.keep <= index - COPIES)
-        ahead = plan.ahead - COPIES * over * step.rows
+        # Where the layers just before sent no gate and up, no such copy is under way: its sources
+        # would only leave holes between what this layer keeps.
+        unsent = plan.gate_up * (plan.policy.keep <= index - COPIES)
+        ahead = plan.ahead - COPIES * unsent * step.rows
         step.forward.room = max(0, int(min(ahead, left, below_peak)))
         return True
 
@@ -258,7 +256,7 @@ class Meter:
         step.forward.open = None
         kept = max(0, solid - before)
         # the first one keeps its input, which later ones share with the layer before
-        if self.kinds[name].kept is None or any(step.ran[:index]):
+        if self.kinds[name].kept is None or any(step.kept_all[:index]):
             self.kinds[name].kept = kept / step.rows
         step.forward.kept += kept
 
@@ -267,9 +265,9 @@ class Meter:
         step = self.step
         now = step.forward.ends = step.last = self._read()
         self._note_kept(now.allocated)
-        call = step.call
-        call.kinds = list(step.forward.kinds)
-        call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
+        sizes = step.sizes
+        sizes.kinds = list(step.forward.kinds)
+        sizes.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
         step.forward.clocks[1:] = [self.gauge.clock()]
         self.steps.add(step)
 
@@ -294,18 +292,18 @@ class Meter:
 
     def _note_loss(self, step: Step, now: Counters) -> None:
         """Notes what was allocated at most between the layers' forward and their backward."""
-        call = step.call
+        sizes = step.sizes
         ends = step.forward.ends
         stood = max(0, now.allocated - ends.allocated)
-        call.after.put(step.rows, stood)
+        sizes.after.put(step.rows, stood)
         most = now.peak - ends.allocated  # at the most, if the counter did not rise
         if now.peak <= ends.peak:
-            if call.loss.points:
-                most = min(most, call.loss.most(step.rows))
+            if sizes.loss.points:
+                most = min(most, sizes.loss.most(step.rows))
             elif now.peak <= step.base.peak:
                 # Sums in float32 and the loss's workspace come in addition to what it leaves.
                 most = min(most, 3 * stood + 2 * LOSS_WORKSPACE)
-        call.loss.put(step.rows, max(most, stood))
+        sizes.loss.put(step.rows, max(most, stood))
 
     def layer_backward_ended(self, step: Step, before: Counters, first: bool) -> None:
         """A tiled layer's backward has ended. first: it was the first layer's."""
@@ -323,29 +321,29 @@ class Meter:
         """Notes the most bytes in the backward of tiled layers, as that of the first layer has ended.
         now: the counters, None if that end was not seen.
         """
-        call = step.call
+        sizes = step.sizes
         base = step.base.allocated
         top = step.backward.top
         step.backward.top = 0
         step.over = True
         if now is not None:
-            call.gradients = max(0, now.allocated - base)
+            sizes.gradients = max(0, now.allocated - base)
         if not step.backward.exact:
-            if call.tiled.points:
+            if sizes.tiled.points:
                 return
             if step.last.peak > step.base.peak:
                 top = step.last.peak
             else:  # scratch of kernels was not sampled
                 top += (top - base) // 4
         gates = step.plan.gate_up if step.plan.policy.keep > 0 else 0
-        tile = tile_bytes(call, self.kinds, min(step.plan.policy.tile, step.rows), gates)
-        call.tiled.put(step.rows, max(0, top - base - call.gradients - tile))
+        tile = tile_bytes(sizes, self.kinds, min(step.plan.policy.tile, step.rows), gates)
+        sizes.tiled.put(step.rows, max(0, top - base - sizes.gradients - tile))
 
     # -- what a later run may begin with -----------------------------------------------------------
     def state(self) -> dict:
         return {
             "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
-            "calls": {key: asdict(call) for key, call in self.calls.items() if call.measured},
+            "calls": {key: asdict(sizes) for key, sizes in self.sizes.items() if sizes.measured},
             "spare": self.reserve / self.card, "tile_most": self.tile_most,
         }  # fmt: skip
 
@@ -353,8 +351,8 @@ class Meter:
         """Takes a state of before. Nothing of this meter's own is measured yet."""
         for name, kind in state["kinds"].items():
             self.kinds.setdefault(name, Kind(**kind))
-        for key, call in state["calls"].items():
-            lines = {n: Line(v["points"]) if isinstance(v, dict) else v for n, v in call.items()}
-            self.calls[key] = Call(**lines | {"sure": False})
+        for key, sizes in state["calls"].items():
+            lines = {n: Line(v["points"]) if isinstance(v, dict) else v for n, v in sizes.items()}
+            self.sizes[key] = StepSizes(**lines | {"sure": False})
         self.reserve = max(self.reserve, int(state["spare"] * self.card))
         self.tile_most = min(self.tile_most, state["tile_most"])

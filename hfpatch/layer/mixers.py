@@ -51,7 +51,7 @@ class Mixer:
         configs, batch: as for context.current.our_attention.
         bounds: where documents start and end in the flattened B*T tokens; None if every row is one
             document.
-        gradients: the layer.weight_gradients.WeightGradients that a backward adds to, a list.
+        gradients: the layer.weight_gradients.WeightGradients that a backward adds to.
         time: the layer.time_tiles.TimeTiles if the mixer runs in tiles through time, else None.
     """
 
@@ -65,7 +65,7 @@ class Mixer:
     batch: Batch | None
     bounds: tuple | None = None
     time: "object | None" = None
-    gradients: tuple = ()  # the WeightGradients of a backward
+    gradients: list | tuple = ()
 
     def documents(self, T: int) -> list[tuple[slice, int, int]]:
         """(rows, first, last) of each document."""

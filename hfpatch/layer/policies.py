@@ -62,7 +62,7 @@ class Shape:
 
 
 class Policies:
-    """The part of a model's LayerRuntime, which has the attributes, that chooses what layers keep."""
+    """Chooses what layers keep. A base of LayerRuntime, which has the attributes."""
 
     @property
     def policies(self) -> list[Checkpointing]:
@@ -190,7 +190,7 @@ class Policies:
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
-            chains=any(one._hfpatch.traits.mixers for one in (layer, *self._layers())),
+            chains=self._has_mixers(layer),
             card=meter and meter.card, free=free[0], host=free[1],
         )  # fmt: skip
         short = free[0] is not None and step_bytes(policy, **sizes) > free[0]
@@ -224,9 +224,11 @@ class Policies:
             settings = dataclasses.replace(settings, offload="gpu")
         if self.weights.on:
             return dataclasses.replace(settings, frozen_weights="host", plain=0)
-        # a layer that keeps all exchanges no tokens in backward
+        # Mixers of shared rows need their tiles. A layer that keeps all exchanges no tokens in
+        # backward.
+        shared = self.sequence is not None and self._has_mixers(layer)
         alike = arrival_counts() or self.exchanges_tokens
-        if alike and settings.plain == "auto":
+        if shared or (alike and settings.plain == "auto"):
             settings = dataclasses.replace(settings, plain=0)
         return settings
 
@@ -310,6 +312,10 @@ class Policies:
         """The layers that share this runtime."""
         owner = self.owner()
         return [] if owner is None else layers_in(owner)
+
+    def _has_mixers(self, layer: nn.Module) -> bool:
+        """Whether something other than attention mixes tokens in this layer or another."""
+        return any(one._hfpatch.traits.mixers for one in (layer, *self._layers()))
 
     def _keeping(self, x: Tensor) -> int:
         """How many layers keep something: those from the first trained one on."""

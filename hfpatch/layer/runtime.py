@@ -37,7 +37,7 @@ from hfpatch.store.transfers import FetchQueue
 
 
 class LayerRuntime(Policies):
-    """One per patched model. A copy or a pickle starts with the same settings and nothing in
+    """One per list of layers (a stack, or blocks of a tower). A copy or a pickle starts with the same settings and nothing in
     flight.
 
     Attributes:

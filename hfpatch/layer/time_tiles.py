@@ -122,14 +122,11 @@ class TimeTiles:
             ys = [out, *(after[key] for key in dafter)]
             built(ys)
             dys = [dout_BTD[rows, a:b].contiguous(), *dafter.values()]
-            inputs = list(leaves.values())
+            *dbefore, dx = walk(mixer.gradients, ys, dys, [*leaves.values(), x])
             if into_BTD is not None:
-                inputs.append(x)
-            found = walk(mixer.gradients, ys, dys, inputs)
-            if into_BTD is not None:
-                into_BTD[rows, a:b] = found[-1]
-            dafter = self._handed_back(dict(zip(leaves, found)), index)
-            del x, leaves, out, after, ys, dys, before, inputs, found
+                into_BTD[rows, a:b] = dx
+            dafter = self._handed_back(dict(zip(leaves, dbefore)), index)
+            del x, leaves, out, after, ys, dys, before, dbefore, dx
 
     def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
         """(output, last states) of one tile."""

@@ -177,32 +177,32 @@ class Traced:
         b: int,
         unread: bool = False,
         noted=None,
-        known=None,
+        gates=None,
     ) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v],
         one per call.
 
         The recorded tensors follow, then other tensors that the layer returns, each as [B, t, ...].
-        noted, known: as in context.current. unread: skips the values of LayerTraits.unread_after, and
-        those of the projections whose results are known.
+        noted: a list that takes the MLP's gate and up; gates: these two, if they were kept.
+        unread: skips the values of LayerTraits.unread_after, and of the projections that make gates.
         """
         found = {key: [] for key in self.records} if self.records else {}
         names = self.traits.unread_always
         if unread and not self.arguments.wanted:
             names = self.traits.unread_after
-        if known:
+        if gates:
             names = (*names, *gates_of(self.layer))
         n = len(self.traits.attention)
         role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
         device = x_BtD.device
         recording = nullcontext() if self.records is None else collecting(found)
-        gates = nullcontext()
-        if noted is not None or known:
-            gates = having(gate_up=(noted, known))
+        in_mlp = nullcontext()
+        if noted is not None or gates:
+            in_mlp = having(gate_up=(noted, gates))
         with (
             self._forwards(names, device.type, unread),
             recording,
-            gates,
+            in_mlp,
             replayed(self.rng, ("after", a), device),
         ):
             y = self._run(role, x_BtD, *self.arguments.tile(a, b))
@@ -234,14 +234,14 @@ class Traced:
 
     # -- what a LayerCall and its Backward call ----------------------------------------------------
     def after_with_graph(
-        self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights
+        self, x, outs_BtHE, a: int, b: int, dys, gates: list, need_x: bool, weights
     ):
         """Runs `after` on a tile with a graph, and its backward.
 
         Args:
             x, outs_BtHE: the tile [B, t, D] of the layer's input, those of attention's outputs.
             dys: gradients of what `after` returns, each [B, t, ...] or None.
-            known: gate and up of the tile, if they were kept. Emptied, which frees them.
+            gates: gate and up of the tile, if they were kept. Emptied, which frees them.
             weights: layer.weight_gradients.WeightGradients, which sums the weights' gradients.
 
         Returns:
@@ -249,14 +249,14 @@ class Traced:
         """
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
-        built = unmeasured if known else tile_graph("after", x)
+        built = unmeasured if gates else tile_graph("after", x)
         with torch.enable_grad():
             # Each is an alias, because FlopCounterMode hooks what a module gets, and autograd.grad
             # refuses such hooks on leaves. view_as would change the gradient's strides.
             given = [y[...] for y in (x, *leaves)]
-            tiles = self.after(given[0], given[1:], a, b, unread=True, known=known)
+            tiles = self.after(given[0], given[1:], a, b, unread=True, gates=gates)
         built(tiles)
-        known.clear()
+        gates.clear()
         dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], self.arguments.stand_ins)
         # A product without a derivative gives no gradient (torchao's of int8 activations).
         return dx, [torch.zeros_like(y) if d is None else d for y, d in zip(leaves, douts)]

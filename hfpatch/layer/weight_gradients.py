@@ -7,6 +7,7 @@ when the layer's autograd function returns the sums.
 
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ def walk(sums: list[WeightGradients], outputs, grads, inputs) -> list[Tensor | N
     found = iter(torch.autograd.grad(ys, [*wanted, *weights], dys, allow_unused=True))
     made = [next(found) if x.requires_grad else None for x in inputs]
     for one in sums:
-        for index, grad in zip(range(len(one.tensors)), found):
+        for index, grad in enumerate(islice(found, len(one.tensors))):
             if grad is not None:
                 one.add(index, grad)
     return made

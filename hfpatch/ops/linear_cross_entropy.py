@@ -91,8 +91,8 @@ def _factors(
     """The factors_KN of the gradient; see the table at the top of _linear_ce_chunk.py.
 
     The op multiplies them by p / c, where c = 1 / L is the largest p, so P and H contain c,
-    and Q contains c^2. An upstream gradient is None if nobody used the output. That of lse is the
-    one of log L.
+    and Q contains c^2. An upstream gradient is None if nobody used the output. lse = top + log L;
+    its gradient arrives at log L.
     """
     top_N, log_N = outs_KN[1:3]
     c_N = log_N.neg().exp()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hfpatch.budget.first import first_policy, step_bytes
-from hfpatch.budget.measured import HOST_SHARE, SURE, UNSURE, Call, climb, rounded
+from hfpatch.budget.measured import HOST_SHARE, SURE, UNSURE, StepSizes, climb, rounded
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
@@ -161,47 +161,47 @@ class Ladder:
         that sources of copies may take under it."""
         policy = self.first
         ahead = NONE
-        call = Call()
+        sizes = StepSizes()
         for _ in range(steps):
             # [Step 1] What a step under this policy shows.
             cost = self.steps.cost(self.run.seq_len, policy, ahead, False)
             if not cost.kinds:
                 break
-            self._note(call, cost)
+            self._note(sizes, cost)
             # [Step 2] What the next one does. A run tries one layer of each kind alone.
-            found = self._next(call, cost)
-            unknown = any(k is not None and self.steps.kinds[k].kept is None for k in call.kinds)
+            found = self._next(sizes, cost)
+            unknown = any(k is not None and self.steps.kinds[k].kept is None for k in sizes.kinds)
             if any(found.keeps_all) and unknown:
                 self.steps.try_keeping_all(self.run.seq_len, policy, ahead)
-                found = self._next(call, cost)
-            then = (found.policy, found.policy.plain > 1, self._ahead(call, cost, found))
-            if then == (policy, call.sure, ahead):
+                found = self._next(sizes, cost)
+            then = (found.policy, found.policy.plain > 1, self._ahead(sizes, cost, found))
+            if then == (policy, sizes.sure, ahead):
                 break
-            policy, call.sure, ahead = then
+            policy, sizes.sure, ahead = then
         return policy, ahead
 
-    def _note(self, call: Call, cost: Cost) -> None:
+    def _note(self, sizes: StepSizes, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
         first = self.steps.model.first
         period = max(1, self.steps.model.period)
         layers = range(self.run.shape.num_layers)
-        call.kinds = [cost.kinds[min(i, first + (i - first) % period)] for i in layers]
-        call.gradients = gradients_of(self.run, self.stays) - self._earlier()
-        measured = call.measured
-        loss = min(cost.loss, call.loss.most(self.rows)) if measured else cost.loss
-        call.stands.put(self.rows, cost.stands)
-        call.after.put(self.rows, cost.after)
-        call.seconds.put(self.rows, cost.layers_forward)
-        call.loss.put(self.rows, loss)
+        sizes.kinds = [cost.kinds[min(i, first + (i - first) % period)] for i in layers]
+        sizes.gradients = gradients_of(self.run, self.stays) - self._earlier()
+        measured = sizes.measured
+        loss = min(cost.loss, sizes.loss.most(self.rows)) if measured else cost.loss
+        sizes.stands.put(self.rows, cost.stands)
+        sizes.after.put(self.rows, cost.after)
+        sizes.seconds.put(self.rows, cost.layers_forward)
+        sizes.loss.put(self.rows, loss)
         if cost.exact or not measured:
-            call.tiled.put(self.rows, cost.tiled)
+            sizes.tiled.put(self.rows, cost.tiled)
 
-    def _next(self, call: Call, cost: Cost):
+    def _next(self, sizes: StepSizes, cost: Cost):
         """The next step's budget.measured.StepPlan."""
         able = replace(cost.able, host=self._host(), link=self.run.gpu.link_rate)
         return climb(
-            self.first, call, self.steps.kinds, self.settings, able, self.rows,
-            self._room(call.sure),
+            self.first, sizes, self.steps.kinds, self.settings, able, self.rows,
+            self._room(sizes.sure),
         )  # fmt: skip
 
     def _room(self, sure: bool) -> float:
@@ -214,13 +214,13 @@ class Ladder:
             gradients_of(self.run, self.stays) if gradients_stand(self.run, self.placement) else 0
         )
 
-    def _ahead(self, call: Call, cost: Cost, found) -> tuple:
+    def _ahead(self, sizes: StepSizes, cost: Cost, found) -> tuple:
         """Bytes per token that the sources of copies may take while tiled layers run and while
         ones that keep all do, as layer/meter.py has them; None where they need not wait for memory."""
         room = self._room(any(found.keeps_all))
         if self.settings.aim == "least":  # no more than its backward takes
             room = min(room, found.top)
-        tiled = room - found.working - call.stands.most(self.rows)
+        tiled = room - found.working - sizes.stands.most(self.rows)
         enough = COPIES * (cost.able.wide + cost.able.gate_up)
 
         # Rounded down, so that nearly equal rooms share one simulated step and the policy settles.

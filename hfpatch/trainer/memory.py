@@ -29,7 +29,7 @@ def meters(model) -> list[Meter]:
 
 def key(model, args) -> dict:
     """The key of an entry: what was measured holds for this model on this card, and for the
-    parameters that train (Meter.calls)."""
+    parameters that train (Meter.sizes)."""
     cuda = torch.device(args.device).type == "cuda"
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     return {
@@ -42,8 +42,8 @@ def key(model, args) -> dict:
 
 
 def _shows(meter: Meter) -> bool:
-    """Whether a step was measured. The key of a call is there as its first step begins."""
-    return any(call.measured for call in meter.calls.values())
+    """Whether a step was measured. A key is there as its first step begins."""
+    return any(sizes.measured for sizes in meter.sizes.values())
 
 
 def read(folder) -> list[dict]:
@@ -118,7 +118,7 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
     sentence = (
         f"hfpatch: out of memory in a step of {shape[0]} x {shape[1]:,} tokens: "
         f"{gib(step.base.allocated)} in use before it, a peak of {gib(peak)} of {gib(step.limit)}, "
-        f"{sum(step.ran)} layers not checkpointed. Start again: the next start keeps less "
+        f"{sum(step.kept_all)} layers not checkpointed. Start again: the next start keeps less "
         f"({path}). {advice}."
     )
     error.args = (f"{error}\n{sentence}",)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hfpatch.budget.measured import Abilities, Call, Kind, Line, climb
+from hfpatch.budget.measured import Abilities, Kind, Line, StepSizes, climb
 from hfpatch.budget.policy import LEAST, Checkpointing
 
 GiB = 2**30
@@ -13,8 +13,8 @@ GiB = 2**30
 KEPT, TILE, LOSS, GRADIENTS, LAYERS = 100_000, 150_000, 2 * GiB, 3 * GiB, 10
 
 
-def call(rows: int, **changes) -> Call:
-    made = Call(kinds=["layer"] * LAYERS, gradients=GRADIENTS)
+def call(rows: int, **changes) -> StepSizes:
+    made = StepSizes(kinds=["layer"] * LAYERS, gradients=GRADIENTS)
     for line, value in ((made.stands, 0), (made.loss, LOSS), (made.after, 0), (made.tiled, 0)):
         line.put(rows, value)
     for name, value in changes.items():

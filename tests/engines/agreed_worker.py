@@ -45,7 +45,7 @@ class Card(Gauge):
 
     def read(self):
         self.reads += 1
-        now = (self.reads << 10) + (sum(self.step.ran) if self.step else 0) * MiB
+        now = (self.reads << 10) + (sum(self.step.kept_all) if self.step else 0) * MiB
         self.top = max(self.top, now)
         return Counters(now, self.top)
 
@@ -93,7 +93,7 @@ class Noted:
 
     def stepped(self, model):
         (meter,) = model.model._hfpatch.runtime.meters.values()
-        self.ran.append((plan_of(meter.step.plan.policy), list(meter.step.ran)))
+        self.ran.append((plan_of(meter.step.plan.policy), list(meter.step.kept_all)))
 
     def report(self) -> dict:
         return {"own": [*map(plan_of, self.own)], "ran": self.ran, "asked": self.asked}

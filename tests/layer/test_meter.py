@@ -12,7 +12,7 @@ import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.budget.measured import Call, Kind, StepPlan
+from hfpatch.budget.measured import Kind, StepPlan, StepSizes
 from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
@@ -284,7 +284,7 @@ def test_a_layer_keeps_all_if_it_fits_into_what_is_free_as_it_begins(stands, til
     meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, True])
     for index, gauge.now in enumerate(stands):
         meter.layer_begins(index, "a", 0)
-    assert meter.step.ran == meter.step.plan.keeps_all == [i >= tiled for i in range(4)]
+    assert meter.step.kept_all == meter.step.plan.keeps_all == [i >= tiled for i in range(4)]
 
 
 def test_frozen_layers_below_the_first_trained_one_keep_nothing(monkeypatch, capfd):
@@ -338,10 +338,10 @@ def test_a_forward_that_registered_host_memory_tells_no_seconds():
     clock = SimpleNamespace(elapsed_time=lambda end: 5000.0, query=lambda: True)
     card = Card()
     meter = Meter(card, list, 1)
-    known = Call()
+    known = StepSizes()
     for host, points in ((8, []), (8, [[4, 5.0]])):
         meter.begin()
-        meter.calls[meter.step.key] = known
+        meter.sizes[meter.step.key] = known
         meter.step.rows = 4
         meter.step.forward.clocks = [clock, clock]
         card.host = host
