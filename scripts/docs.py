@@ -185,17 +185,17 @@ def untiled() -> str:
 
     stages = why_whole.__doc__.split("known:\n\n")[1].split("\n\n")[0].splitlines()
     out = ["# Why a layer runs untiled", "",
-           "From `REASONS` in `hfpatch/layer/why_whole.py`, by `python scripts/docs.py untiled`. The first "
+           "Made from `REASONS` in `hfpatch/layer/why_whole.py` by `python scripts/docs.py untiled`. The first "
            "reason that holds decides.", "",
-           "An untiled layer gives the numbers of transformers' own. It runs again in backward "
-           "from its input, which is offloaded like a tiled layer's, so it is still long-context. A reason that "
-           "says *keeps everything* does neither.", "",
-           "Each reason is looked for at one stage:", ""]  # fmt: skip
+           "An untiled layer gives the same numbers as transformers' own. Its input is offloaded like a "
+           "tiled layer's, and backward runs the whole layer again from it (`layer/whole.py`), so long sequences "
+           "still work. With a reason marked *keeps everything* the layer is not checkpointed.", "",
+           "Each reason is checked at one stage:", ""]  # fmt: skip
     for line in stages:
         stage, facts = line.split(maxsplit=1)
         out.append(f"- *{stage}*: {re.sub(r' [(][^)]*[)]$', '', facts)}")
-    out += ["", "Reasons of *apply* are in the report. The others are printed once, at the first "
-            "step that they hold in. What is found replaces the words in italics:", ""]  # fmt: skip
+    out += ["", "The report has the reasons of *apply*. Every other reason is printed once, at the first "
+            "step where it holds, with details in place of the words in italics:", ""]  # fmt: skip
     for number, reason in enumerate(why_whole.REASONS, 1):
         keeps = ", keeps everything" if reason.keeps else ""
         said = re.sub(r"{(.+?)}", r"*\1*", reason.sentence)
