@@ -91,10 +91,10 @@ def models() -> str:
 
 MODELS = """# Models
 
-Any causal decoder of transformers 5 can be patched. hfpatch holds no code for a single family: first
-a small instance of the model runs stock and patched, forward and backward, plain, packed and masked.
-A layer that differs, or that holds a module which hfpatch does not know, runs untiled: correct, with
-more memory. Ask about your own model, by a hub id, a path or a preset:
+Any causal decoder of transformers 5 can be patched. hfpatch has no code for any family. It first runs
+a small instance of the model stock and patched, forward and backward, plain, packed and masked.
+A layer that differs, or that has a module unknown to hfpatch, runs untiled: correct, with
+more memory. Check your own model, by a hub id, a path or a preset:
 
 ```bash
 hfpatch check llama-3.1-8b
@@ -107,24 +107,25 @@ small instance with stock.
 
 {table}
 
-Of models with [images](guides/images.md) the language tower is in tiles; mixers of [hybrids](guides/hybrids.md) run in tiles
-through time where that is proved. Qwen4 and GLM-5-Next make the mask of their attention themselves, so it runs over whole rows.
+In models with [images](guides/images.md) the language model runs in tiles; mixers of [hybrids](guides/hybrids.md) run in tiles
+through time if the test shows that this is exact. Qwen4 and GLM-5-Next build their own attention masks, so their
+attention runs over whole rows.
 
 ## Attention
 
 Whatever `attn_implementation` names (eager, sdpa, flash_attention_2, a kernel of the hub), attention
 runs in cuDNN on H100 and B200 and in FlashAttention-2 on other GPUs. `HFPATCH_ATTENTION=flash`, `cudnn`,
-`fa3` or `efficient` names the kernel (`fa3` needs the package flash_attn_interface). FlashAttention-2 also
-runs heads of more than 128 columns, and in a process with more than four sequence lengths.
-Windows and packed rows take FlashAttention-2. Soft caps of scores (Gemma 2) have no kernel: on a GPU such
-layers run untiled, with hfpatch's attention in blocks (plain PyTorch). Heads of more than 256 columns (Gemma 4 has 512) take
+`fa3` or `efficient` selects another kernel (`fa3` needs the package flash_attn_interface). FlashAttention-2 also
+runs windows, packed rows, heads of more than 128 columns, and all attention in a process that has met more than four
+sequence lengths. No kernel has soft caps of scores (Gemma 2): such
+attention runs in blocks (plain PyTorch). Heads of more than 256 columns (Gemma 4 has 512) use
 torch's memory-efficient kernel.
 
 ## Versions
 
 Tested with Python 3.11; torch 2.13 (CPU); triton 3.9; transformers 5.5 to 5.24; accelerate 1.15;
 deepspeed 0.19.8; liger-kernel 0.8.5; trl 1.16; peft 0.21. The oldest that work are torch 2.11 and
-transformers 5.5. Some things need more:
+transformers 5.5. Some features need newer versions:
 
 | you want | you need |
 | --- | --- |
@@ -133,9 +134,9 @@ transformers 5.5. Some things need more:
 | Ulysses | accelerate 1.12 |
 | tensor parallelism that saves | transformers 5.18 |
 
-Kernels are written for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942. Each compiles there without
+Kernels are written for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942. Each compiles for these without
 spills ([kernels](../profiles/kernels/README.md)), the norm's backward up to 8,192 columns; none has
-been run there.
+run on them.
 """
 
 
@@ -185,17 +186,17 @@ def untiled() -> str:
 
     stages = why_whole.__doc__.split("known:\n\n")[1].split("\n\n")[0].splitlines()
     out = ["# Why a layer runs untiled", "",
-           "From `REASONS` in `hfpatch/layer/why_whole.py`, by `python scripts/docs.py untiled`. The first "
+           "Made from `REASONS` in `hfpatch/layer/why_whole.py` by `python scripts/docs.py untiled`. The first "
            "reason that holds decides.", "",
-           "An untiled layer gives the numbers of transformers' own. It runs again in backward "
-           "from its input, which is offloaded like a tiled layer's, so it is still long-context. A reason that "
-           "says *keeps everything* does neither.", "",
-           "Each reason is looked for at one stage:", ""]  # fmt: skip
+           "An untiled layer gives the same numbers as transformers' own. Its input is offloaded like a "
+           "tiled layer's, and backward runs the whole layer again from it (`layer/whole.py`), so long sequences "
+           "still work. With a reason marked *keeps everything* the layer is not checkpointed.", "",
+           "Each reason is checked at one stage:", ""]  # fmt: skip
     for line in stages:
         stage, facts = line.split(maxsplit=1)
         out.append(f"- *{stage}*: {re.sub(r' [(][^)]*[)]$', '', facts)}")
-    out += ["", "Reasons of *apply* are in the report. The others are printed once, at the first "
-            "step that they hold in. What is found replaces the words in italics:", ""]  # fmt: skip
+    out += ["", "The report has the reasons of *apply*. Every other reason is printed once, at the first "
+            "step where it holds, with details in place of the words in italics:", ""]  # fmt: skip
     for number, reason in enumerate(why_whole.REASONS, 1):
         keeps = ", keeps everything" if reason.keeps else ""
         said = re.sub(r"{(.+?)}", r"*\1*", reason.sentence)

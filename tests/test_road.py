@@ -1,4 +1,4 @@
-"""A training step meets no more functions of ours than docs/internals/architecture.md says."""
+"""A training step meets no more functions of ours than the limits below."""
 
 import subprocess
 import sys

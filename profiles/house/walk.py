@@ -7,25 +7,17 @@ import subprocess
 import sys
 
 WORDS_A_MINUTE = 240
-SCRIPT, LORA = "docs/start/existing-script.md", "docs/guides/lora.md"
 SEVERAL = "docs/guides/several-gpus.md"
-# Case: for a commit, the pages in their order, each read up to these words.
-BEFORE = "5fe7043a"
+# Case: the pages in their order, each read up to these words.
 CASES = {
-    "Trainer, 8B, one 80 GB GPU": {
-        BEFORE: [("README.md", SCRIPT), (SCRIPT, "--host-ram 96GiB --placement gpu8bit")],
-        "": [("README.md", "--seq-len 128k --gpu a100-80gb --host-ram 96GiB")],
-    },
-    "TRL, LoRA at 64k tokens, 24 GB": {
-        BEFORE: [("README.md", LORA), (SCRIPT, "# SFTTrainer(..., callbacks=callbacks)"),
-                 (LORA, "--lora-r 16 --base 4bit --seq-len 128k")],
-        "": [("README.md", "--seq-len 64k --gpu rtx4090 --host-ram 64GiB --lora-r 16")],
-    },
-    "eight GPUs, 1M tokens": {
-        BEFORE: [("README.md", SEVERAL), (SEVERAL, "--output_dir runs/long")],
-        "": [("README.md", SEVERAL), (SEVERAL, "--output_dir runs/long")],
-    },
-}  # fmt: skip
+    "Trainer, 8B, one 80 GB GPU": [
+        ("README.md", "--seq-len 128k --gpu a100-80gb --host-ram 96GiB"),
+    ],
+    "TRL, LoRA at 64k tokens, 24 GB": [
+        ("README.md", "--seq-len 64k --gpu rtx4090 --host-ram 64GiB --lora-r 16"),
+    ],
+    "eight GPUs, 1M tokens": [("README.md", SEVERAL), (SEVERAL, "--output_dir runs/long")],
+}
 
 
 def read(commit: str, page: str, end: str) -> int:
@@ -37,8 +29,7 @@ def read(commit: str, page: str, end: str) -> int:
 
 if __name__ == "__main__":
     at = (sys.argv[1:] or ["HEAD"])[0]
-    for case, ways in CASES.items():
-        way = ways[at if at in ways else ""]
+    for case, way in CASES.items():
         words = sum(read(at, page, end) for page, end in way)
         minutes = words / WORDS_A_MINUTE
         print(f"| {case} | {len(way) - 1} | {words} | {minutes:.1f} |")

@@ -1,4 +1,4 @@
-"""A frozen Linear in 4 bits, for measurements where bitsandbytes is too large to travel.
+"""A frozen Linear in 4 bits, for measurements on a machine without bitsandbytes.
 
 NF4 with double quantisation as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314): 16 quantiles of a
 normal distribution, blocks of 64 weights, their scales in 8 bits in blocks of 256: 0.516 bytes a

@@ -34,7 +34,7 @@ class Case:
     """A run. The defaults are full fine-tuning of the preset in bfloat16, without an optimizer.
 
     Attributes:
-        model: a preset of hfpatch.lab.presets, or a family of `hfpatch env --families`.
+        model: a preset of hfpatch.lab.presets, or a family of scripts/families.py.
         changes: to the configuration.
         rows: (batch, tokens) of each step.
         way: "hfpatch", "stock", "stock checkpointed", "liger" or "liger checkpointed".

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.layer import policies as session_module
+from hfpatch.layer import policies
 
 
 def load(folder: Path, **settings) -> LlamaForCausalLM:
@@ -52,18 +52,18 @@ def held(model, shared: bool) -> tuple[int, int, dict]:
     gradients.
     """
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=12))
-    find, session_module.tensor_parallel_group = (
-        session_module.tensor_parallel_group,
+    find, policies.tensor_parallel_group = (
+        policies.tensor_parallel_group,
         lambda _: None,
     )
     if shared:
-        session_module.tensor_parallel_group = find
+        policies.tensor_parallel_group = find
     found = gradients(model)
-    session_module.tensor_parallel_group = find
-    session = model.model.layers[0]._hfpatch.runtime
-    assert (session.shards is not None) is shared
-    gathered = session.shards.buffer.numel() * session.shards.buffer.element_size() if shared else 0
-    return session.transfers.pool.bytes_held, gathered, found
+    policies.tensor_parallel_group = find
+    runtime = model.model.layers[0]._hfpatch.runtime
+    assert (runtime.shards is not None) is shared
+    gathered = runtime.shards.buffer.numel() * runtime.shards.buffer.element_size() if shared else 0
+    return runtime.transfers.pool.bytes_held, gathered, found
 
 
 def four(out: Path) -> None:

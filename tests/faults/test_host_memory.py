@@ -139,7 +139,7 @@ def test_chunks_are_counted_inside_documents(positions, mask, bounds):
     assert find_rows(batch, chunk=4).documents.bounds == bounds
 
 
-def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
+def test_a_process_of_the_second_gpu_keeps_to_it(monkeypatch):
     """Pinning, and a thread that waits for an event, would make a context on the current GPU: half
     a GiB of another rank's.
     """

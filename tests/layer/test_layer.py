@@ -423,11 +423,11 @@ def test_modified_input_is_noticed():
 
 
 def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
-    from hfpatch.layer import policies as session_module
+    from hfpatch.layer import policies
 
     model = tiny_llama()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=1))
-    monkeypatch.setattr(session_module.memory, "host_free", lambda *a, **k: 30_000)
+    monkeypatch.setattr(policies.memory, "host_free", lambda *a, **k: 30_000)
     ids = tokens()
     with pytest.raises(ValueError, match="host memory.*pass a directory as offload"):
         model(ids, labels=ids)
@@ -446,10 +446,10 @@ def test_some_layers_compute_again_what_others_keep(monkeypatch):
     settings = hfpatch.Checkpointing(offload="host", tile=14, plain=1)
     check(settings, {"num_hidden_layers": 4})
     hfpatch.apply(model := tiny_llama(num_hidden_layers=4), checkpointing=settings)
-    session, calls = model.model.layers[0]._hfpatch.runtime, []
-    link = session.link
+    runtime, calls = model.model.layers[0]._hfpatch.runtime, []
+    link = runtime.link
     monkeypatch.setattr(
-        session, "link", lambda call, x: calls.append(call.keeps_gates) or link(call, x)
+        runtime, "link", lambda call, x: calls.append(call.keeps_gates) or link(call, x)
     )
     model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
     assert calls == [True, True, False]

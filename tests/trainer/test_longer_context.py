@@ -1,4 +1,4 @@
-"""scripts/longer_context.py: its documents, and that it runs and writes its page at tiny size."""
+"""profiles/longer-context/measure.py: its documents, and that it runs and writes its page at tiny size."""
 
 import importlib.util
 import random
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts/longer_context.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "profiles/longer-context/measure.py"
 
 
 @pytest.fixture(scope="module")

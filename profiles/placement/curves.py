@@ -1,6 +1,6 @@
 """Loss curves of the three placements beside float32 AdamW, on the same batches: is learning kept?
 
-    python scripts/placement_curves.py --out profiles/placement
+    python profiles/placement/curves.py --out profiles/placement
 
 A 0.8 M parameter Llama reads the bytes of this Python's standard library. Each run is a process of
 its own; all start from the same float32 weights and see the same rows in the same order, without
@@ -19,7 +19,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hfpatch.cli.failures import Parser, guarded
 from hfpatch.planner.limits import check_ranges

@@ -1,7 +1,7 @@
 """Trains one tiny model from scratch with each implementation on the same batches and draws the
 loss curves.
 
-    python scripts/convergence.py --out profiles/convergence
+    python profiles/convergence/curves.py --out profiles/convergence
 
 Real text (the standard library's sources), fp32 and bf16 (autocast over fp32 weights, Trainer's
 bf16=True). Liger joins where there is a GPU. Writes losses.csv, curves.png and README.md with the
@@ -19,7 +19,7 @@ import tempfile
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a clone that was not installed
 
 import torch  # noqa: E402

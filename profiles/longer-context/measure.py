@@ -1,7 +1,7 @@
 """Takes a tiny model from 512 to 4,096 tokens with `hfpatch train`, stock and patched, and measures
 whether it uses them.
 
-    python scripts/longer_context.py --out profiles/longer-context
+    python profiles/longer-context/measure.py --out profiles/longer-context
 
 A document is a fixed cycle of words. In its first quarter it names a key; at its end it asks for
 it. The long run raises the rotary base and mixes long documents with short ones. Measured in plain
@@ -22,7 +22,7 @@ import time
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a clone that was not installed
 
 import torch  # noqa: E402
