@@ -27,6 +27,7 @@ def positions(kind: str) -> torch.Tensor:
         "repeat": counted - (counted >= 9).long(),
         "doubled": counted // 2,
         "fraction": counted / 2,
+        "floats": counted.float(),
     }[kind]
 
 
@@ -45,7 +46,7 @@ def test_positions_that_do_not_restart_start_no_document(kind, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", ["jump", "repeat"])
+@pytest.mark.parametrize("kind", ["jump", "repeat", "floats"])
 def test_positions_beside_the_cache_that_transformers_makes(kind, checkpointed, way):
     """A loop of one's own says nothing of a cache, so transformers makes one and looks for no
     documents, in training too; but under its own checkpointing it makes none.
@@ -208,3 +209,10 @@ def test_an_attention_wrapped_later_runs_whole():
                 parameter.normal_()
     ours.load_state_dict(stock.state_dict())
     tiny.assert_equal_in_double(ours, stock, batch())
+
+
+def test_a_batch_of_another_shape_leaves_nothing_behind():
+    ours = tiny.patched(tiny.llama())
+    with pytest.raises(RuntimeError):
+        ours(input_ids=tiny.ids()[None])
+    ours(**tiny.labelled())

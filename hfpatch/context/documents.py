@@ -145,6 +145,8 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
         return Rows()
     # 2. Everything else that the host must know, in one copy.
     idle_BT = None if mask is None else batch.idle_BT
+    if mask is not None and mask.is_floating_point():
+        mask = mask.bool()  # beside floats the copy would round positions
     known = _on_host(mask, positions, idle_BT)
     if known is None:  # every row is one document
         return Rows()
@@ -224,11 +226,8 @@ def _chunks(starts_BT: Tensor, positions_BT: Tensor | None, chunk: int) -> Tenso
 
 
 def _on_host(*given: Tensor | None) -> list[Tensor | None] | None:
-    """These tensors on the host, in one copy; None in a simulation, which has no values.
-
-    A mask of floats goes as bool: beside it the copy would round positions.
-    """
-    xs = [x.bool() if x.is_floating_point() else x for x in given if x is not None]
+    """These tensors on the host, in one copy; None in a simulation, which has no values."""
+    xs = [x for x in given if x is not None]
     # Without any, a number shows a simulation, and nothing waits for the device.
     xs = xs or [torch.zeros(1, device="cpu")]
     flat = on_host(torch.cat([x.reshape(-1) for x in xs]))

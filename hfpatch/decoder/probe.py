@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import Snapshot, buffers_of, values_for_now, version
-from hfpatch.context.classes import forwards_for_now
+from hfpatch.compat import Snapshot, buffers_of, pytree, values_for_now, version
+from hfpatch.context.classes import forwards_for_now, package_of
 from hfpatch.context.current import AttentionCall, Stopped, in_role, our_attention
 from hfpatch.context.masks import Batch
 from hfpatch.layer.arguments import Arguments
@@ -25,7 +25,7 @@ from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
-from hfpatch.layer.why_whole import OTHER_MIXER, why
+from hfpatch.layer.why_whole import OTHER_MIXER, names_of, why
 from hfpatch.parts.unread import can_go_without, skippable, skipping
 
 TOKENS = 12
@@ -140,6 +140,9 @@ def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
         try:
             call, x_BTD = captured(stack, layer)
             traits = _where_it_mixes(call, x_BTD)
+            if package_of(layer) != "transformers":
+                names = names_of(call.arguments.args, call.arguments.kwargs)
+                traits = replace(traits, arguments=names, evaluates=_evaluates(call, x_BTD))
             if traits.reason is None:
                 traits = _Probe(call, x_BTD, traits).answers()
         except Exception as error:  # a family's own code
@@ -149,6 +152,16 @@ def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
         # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
         return replace(traits, reason=why("buffer", names[0]))
     return traits
+
+
+def _evaluates(call: Traced, x_BTD: Tensor) -> bool:
+    """Whether the layer gives the same values in eval mode."""
+    with _answered(call, None):
+        trained = pytree.tree_leaves(_run(call, x_BTD))
+        call.layer.eval()
+        evaluated = pytree.tree_leaves(_run(call, x_BTD))
+        call.layer.train()
+    return _equal(trained, evaluated)
 
 
 def said(error: Exception) -> str:

@@ -196,14 +196,17 @@ def kind_of(layer: nn.Module) -> tuple:
 
 
 def _settings(module: nn.Module) -> tuple:
-    """The (name, value) pairs of a module's settings. A number counts as False, None as True."""
+    """The (name, value) pairs of a module's settings. Of an integer counts that it is not None, of a
+    float whether it is 0."""
     found = {}
     for name, value in vars(module).items():
-        if name[0] != "_" and name not in _NO_KIND and isinstance(value, str | int | None):
+        if name[0] != "_" and name not in _NO_KIND and isinstance(value, str | int | float | None):
             switch = name.startswith(("use", "is", "has", "no")) or "rope" in name
-            known = isinstance(value, bool | str)
             # 0 and 1 may be used as False and True
-            found[name] = value if known or switch and value in (0, 1) else value is None
+            if isinstance(value, bool | str) or (switch and value in (0, 1)):
+                found[name] = value
+            else:
+                found[name] = value == 0 if isinstance(value, float) else value is None
     return tuple(sorted(found.items()))
 
 

@@ -222,10 +222,9 @@ class TiledLayer(PatchedLayer):
         condition = known.condition
         if condition is None or (batch is None and not current.declined):
             condition = look(self)
-        x = given
-        if batch is not None and given.dim() == 4:
+        if batch is not None:
             known.streams = streams_of(given, batch.B, batch.t)
-            x = joined(given, known.streams)
+        x = given if batch is None else joined(given, known.streams)
         return Request(x, given, args, kwargs, batch, self._sequence(batch), condition)
 
     def _in_tiles(self, r: Request, policy) -> object:

@@ -187,6 +187,28 @@ def _mask(r) -> str | None:
     return None
 
 
+# What transformers hands to the layers of every stack, or lets through to them.
+_USUAL = frozenset(
+    "attention_mask position_ids past_key_values past_key_value use_cache cache_position "
+    "position_embeddings output_attentions output_hidden_states output_router_logits return_dict "
+    "is_causal seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k num_items_in_batch "
+    "shift_labels".split()
+)
+
+
+def names_of(args, kwargs) -> frozenset[str]:
+    """The names of arguments that are not None or False; the positions of those without a name."""
+    both = {**dict(enumerate(args)), **kwargs}
+    return frozenset(str(name) for name, x in both.items() if x is not None and x is not False)
+
+
+def _argument(r) -> str | None:
+    tried = r.condition.traits.arguments
+    if tried is None:
+        return None
+    return min(names_of(r.args, r.kwargs) - tried - _USUAL, default=None)
+
+
 # --- the list ------------------------------------------------------------------------------------
 
 _layer = partial(Reason, when="layer", told=True)
@@ -261,6 +283,11 @@ REASONS = (
         lambda layer, c: c.snapshot.inside and hooks_on_all(),
     ),
     _forward("dropout", "attention dropout in training", _drops_scores),
+    _forward(
+        "eval mode",
+        "eval mode, in which a layer of your own gives other values",
+        lambda layer, c: not (layer.training or c.traits.evaluates),
+    ),
     _forward(  # each would have to run equally many tiles
         "experts of other ranks",
         "ranks send tokens to each other's experts",
@@ -325,6 +352,7 @@ REASONS = (
         lambda r: r.kwargs.get("encoder_hidden_states") is not None,
     ),
     _call("mask", "{attention or a mask that is not causal}", _mask),
+    _call("argument", "an argument that its small instance did not get ({its name})", _argument),
 )
 BY_NAME = {reason.name: reason for reason in REASONS}
 

@@ -1,10 +1,11 @@
-"""Arguments of a layer beside its hidden states that want a gradient."""
+"""Arguments of a layer beside its hidden states, and what the small instance never ran."""
 
 import copy
 
 import pytest
 import tiny
 import torch
+from torch import nn
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -59,3 +60,42 @@ def test_an_argument_reads_values_that_nobody_else_does(tile, monkeypatch):
     )
     for got, want in zip(gradients(ours, trained), gradients(stock, trained)):
         assert (got - want).norm() < 1e-5 * want.norm()
+
+
+class Attention(modeling_llama.LlamaAttention):
+    pass
+
+
+class MLP(modeling_llama.LlamaMLP):
+    pass
+
+
+class Own(LlamaDecoderLayer):
+    """A user's layer of classes in one file, whose output has a factor in some cases only."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn = Attention(config, layer_idx)
+        self.mlp = MLP(config)
+        self.film = nn.Linear(8, config.hidden_size)
+        self.mix = 0.0
+
+    def forward(self, hidden_states, condition=None, **kwargs):
+        h = super().forward(hidden_states, **kwargs)
+        if condition is not None:
+            return h * (1 + self.film(condition)[:, None])
+        return h * (1 + self.film.bias) if self.mix or not self.training else h
+
+
+@pytest.mark.parametrize("case", ["condition", "mix", "eval"])
+def test_what_the_small_instance_of_an_own_layer_never_ran(case, monkeypatch):
+    """The MLP's output, of which no gradient is read without the factor."""
+    monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", Own)
+    verdict._verdicts.clear()
+    stock = tiny.llama().train(case != "eval")
+    for layer in stock.model.layers:
+        layer.mix = float(case == "mix")
+    batch = tiny.labelled() | {"use_cache": False}
+    if case == "condition":
+        batch["condition"] = torch.randn(2, 8)
+    tiny.assert_as_good(tiny.patched(stock), stock, batch)
