@@ -28,8 +28,7 @@ def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def tile_bounds(batch: int, tokens: int, tile: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of each tile of `tiles`."""
-    step = tiles(batch, tokens, tile)[1]
-    starts = range(0, tokens, step)
+    starts = range(0, tokens, tiles(batch, tokens, tile)[1])
     return tuple(zip(starts, [*starts[1:], tokens]))
 
 
@@ -37,8 +36,7 @@ def tile_bounds(batch: int, tokens: int, tile: int) -> tuple[tuple[int, int], ..
 def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
     """KV heads per group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
     blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
-    wanted = -(-512 // max(blocks, 1))
-    n = min(wanted, n_kv_heads)
+    n = min(-(-512 // max(blocks, 1)), n_kv_heads)
     while n_kv_heads % n:
         n += 1
     return n

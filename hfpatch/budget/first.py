@@ -2,10 +2,10 @@
 
 import math
 
+from hfpatch.budget.limits import gib
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import KEEPS, LOSS_WORKSPACE, TILES, Checkpointing, auto_tile
 
-GiB = 1 << 30
 # Bytes per token and hidden channel that a tile's backward takes at most: dense layers take 60 to
 # 100, adapters in float32 included.
 TILE_BYTES = 128
@@ -82,8 +82,8 @@ def first_policy(
                 break
         else:
             raise ValueError(
-                f"hfpatch: checkpoints need {needed / GiB:.1f} GiB of host memory, and "
-                f'{room / GiB:.1f} GiB are free to a rank. Leave every and keep "auto", pass a '
+                f"hfpatch: checkpoints need {gib(needed)} of host memory, and "
+                f'{gib(room)} are free to a rank. Leave every and keep "auto", pass a '
                 "directory as offload, or take fewer tokens."
             )
     # [Step 3] The tile.
@@ -109,8 +109,7 @@ def first_policy(
 def _aim(settings: Checkpointing, every: int, one: int, free: int | None) -> str:
     """Attention's backward takes all heads at once where twice a layer's tensors fit. one: bytes of
     [tokens, width]."""
-    short = (TENSORS + _tensors(every)) * one >= (free or 0)
-    return "least" if short else settings.aim
+    return "least" if (TENSORS + _tensors(every)) * one >= (free or 0) else settings.aim
 
 
 def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> int:

@@ -10,9 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import refuse_unknown
-
-GiB = 1 << 30
 
 # Fitted to the rows of profiles/rates marked `fits`: the share of the data sheet that large bf16
 # matmuls reach in a training step, and the tokens that a row of attention costs beyond its own.

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hfpatch.budget.limits import GiB
 from hfpatch.lab import checks, full_card
 from hfpatch.lab.device import one_line
-from hfpatch.lab.hardware import GiB, Gpu
+from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.profile.timeline import versions
 from hfpatch.lab.tables import markdown
 

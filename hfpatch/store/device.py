@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.budget.free import hold
+from hfpatch.budget.limits import gib
 from hfpatch.compat import has_values
 
 
@@ -33,7 +34,7 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
         memory = mmap.mmap(-1, nbytes, **flags)
     except OSError as error:
         raise MemoryError(
-            f"hfpatch: the system could not give {nbytes / 2**30:.2f} GiB of host memory: {error}. "
+            f"hfpatch: the system could not give {gib(nbytes, 2)} of host memory: {error}. "
             "Give the container more memory, or use Checkpointing(every=2) or "
             "Checkpointing(offload='/a/directory')."
         ) from error

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import torch
 from transformers import TrainerCallback
 
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import names_the_nearest
 from hfpatch.compat import parallelism_config, reference_of
 from hfpatch.context.classes import inner_model, is_patched
-from hfpatch.lab.hardware import GiB, gpu_named
+from hfpatch.lab.hardware import gpu_named
 from hfpatch.planner.measure import matmul_rate
 from hfpatch.planner.show import beyond_positions
 from hfpatch.report import say

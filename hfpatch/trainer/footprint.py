@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM
 
+from hfpatch.budget.limits import gib
 from hfpatch.lab.hardware import Gpu, gpu_named
-from hfpatch.lab.tables import gib
 from hfpatch.planner.machine import card, gpu_limit, host_limit
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import Adapters, plan

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfpatch.budget.free import gpu_free, host_free
+from hfpatch.budget.limits import gib
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.lab.children import ends_with
 from hfpatch.lab.models import config_of
@@ -21,7 +22,6 @@ from hfpatch.lab.profile.options import Options, check_together
 from hfpatch.lab.profile.picture import PICTURE, save
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
-from hfpatch.lab.tables import gib
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
