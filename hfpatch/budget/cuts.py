@@ -43,20 +43,20 @@ def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> i
 
 
 @lru_cache(maxsize=256)
-def chunk_bounds(rows: int, row_bytes: int, room: int) -> tuple[tuple[int, int], ...]:
-    """[start, end) of as few chunks as `room` bytes allow, of row_bytes a row.
+def chunk_bounds(rows: int, row_bytes: int, workspace: int) -> tuple[tuple[int, int], ...]:
+    """[start, end) of as few chunks as `workspace` bytes allow, of row_bytes a row.
 
-    Lengths are multiples of 128 rows, or less where the room holds fewer. The room's remainder may
+    Lengths are multiples of 128 rows, or less where the workspace holds fewer. Its remainder may
     lengthen the last chunk, so that one row more than a round number does not cost another chunk.
 
     Raises:
-        ValueError: the room holds no row.
+        ValueError: the workspace holds no row.
     """
-    most = room // row_bytes
+    most = workspace // row_bytes
     if most < 1:
         raise ValueError(
             f"hfpatch: workspace_bytes must leave {row_bytes:,} bytes for the logits of one token, "
-            f"and leaves {max(0, room):,}. Raise it."
+            f"and leaves {max(0, workspace):,}. Raise it."
         )
     size = most // ALIGNED * ALIGNED or most
     count = max(1, -(-(rows - (most - size)) // size)) if rows else 0

@@ -65,7 +65,7 @@ def first_policy(
     # [Step 2] What the host cannot hold. Not of hybrids: their layers keep states too, and those
     # without attention no output, which this does not count.
     if place == "host" and host is not None and not chains:
-        room = HOST_SHARE * host
+        available = HOST_SHARE * host
         most = every
         if settings.every == "auto" and not whole:
             # a segment's inputs are on the device in its backward: no more than there are segments
@@ -78,12 +78,12 @@ def first_policy(
             # 4 bytes of lse a head of 128 columns, and the gradient that waits there under "least"
             needed += rows * width // 32 * layers * (keep >= 0)
             needed += one * (_aim(settings, every, one, free) == "least")
-            if needed <= room:
+            if needed <= available:
                 break
         else:
             raise ValueError(
                 f"hfpatch: checkpoints need {gib(needed)} of host memory, and "
-                f'{gib(room)} are free to a rank. Leave every and keep "auto", pass a '
+                f'{gib(available)} are free to a rank. Leave every and keep "auto", pass a '
                 "directory as offload, or take fewer tokens."
             )
     # [Step 3] The tile.

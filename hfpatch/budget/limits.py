@@ -64,7 +64,7 @@ def parse_word(text: str):
     return parse_length(text) if word is text and text[:1].isdigit() else word
 
 
-def did_you_mean(name: str, known, cutoff: float = 0.6) -> str:
-    """The end of an error about an unknown name: the known name that is most like it."""
-    near = difflib.get_close_matches(name, known, 1, cutoff)
+def did_you_mean(name: str, names, cutoff: float = 0.6) -> str:
+    """The end of an error about an unknown name: the one of `names` that is most like it."""
+    near = difflib.get_close_matches(name, names, 1, cutoff)
     return f" Did you mean {near[0]}?" if near else ""

@@ -103,8 +103,8 @@ def _told(module, kwargs) -> str | None:
     function = _own_eager(module) if given else None
     if function is None:
         return None
-    known = inspect.signature(function).parameters
-    return next((name for name in given if name in known), None)
+    parameters = inspect.signature(function).parameters
+    return next((name for name in given if name in parameters), None)
 
 
 class _Attention(torch.autograd.Function):
@@ -144,7 +144,7 @@ def _whole(call: AttentionCall, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     if probabilities or call.told or reason and scaled:
         return _by_family(call, kwargs)
     if reason is not None:
-        return _plain(call), None
+        return _by_sdpa(call), None
     q, k, v = _cast(call)
     return _Attention.apply(q, k, v, call.sinks_H, call.options(), sequence), None
 
@@ -182,7 +182,7 @@ def _by_family(call: AttentionCall, kwargs: dict) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
 
 
-def _plain(call: AttentionCall) -> Tensor:
+def _by_sdpa(call: AttentionCall) -> Tensor:
     """Attention with a dense mask or dropout, computed as transformers' own functions do."""
     mask, causal = _mask_and_causal(call)
     out = torch.nn.functional.scaled_dot_product_attention(

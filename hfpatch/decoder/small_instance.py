@@ -201,9 +201,9 @@ def _settings(module: nn.Module) -> tuple:
     for name, value in vars(module).items():
         if name[0] != "_" and name not in _NO_KIND and isinstance(value, str | int | None):
             switch = name.startswith(("use", "is", "has", "no")) or "rope" in name
-            known = isinstance(value, bool | str)
+            bool_or_text = isinstance(value, bool | str)
             # 0 and 1 may be used as False and True
-            found[name] = value if known or switch and value in (0, 1) else value is None
+            found[name] = value if bool_or_text or switch and value in (0, 1) else value is None
     return tuple(sorted(found.items()))
 
 

@@ -173,10 +173,10 @@ def _refuse_unasked(stack: "PatchedStack") -> None:
     for layer in list_of_layers(stack) or [stack]:
         if isinstance(layer, PatchedLayer):
             mixing = mixing_of(layer._hfpatch.traits, look(layer))
-            known = not any(mixing) or not compiled_by_itself(layer)
+            unchanged = not any(mixing) or not compiled_by_itself(layer)
         else:
-            known = package_of(layer) == "torch"  # torch's own wrappers
-        if replaced_forward(layer) or not known:
+            unchanged = package_of(layer) == "torch"  # torch's own wrappers
+        if replaced_forward(layer) or not unchanged:
             refuse_shared_mixers(type(stack), "its layers changed after apply()")
 
 

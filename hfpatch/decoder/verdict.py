@@ -1,8 +1,8 @@
 """The verdict on a decoder: the traits of each kind of layer, and which of them may be tiled.
 
 A scaled-down instance (decoder/small_instance.py) runs stock and tiled, forward and backward, on a
-plain, a packed and a masked batch. Where gradients differ beyond rounding, no layer is tiled, and
-the report says so.
+full, a packed and a masked batch. Where gradients differ beyond rounding, no layer is tiled,
+and the report says so.
 
     small stack -> probe each kind of layer (decoder/probe.py) -> compare with transformers
     -> tiled, or all whole, or transformers' attention, or left alone
@@ -108,8 +108,8 @@ def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None
     """The traits of a layer of this kind; None if the small instance has no such layer. Modules
     that the user declared (hfpatch.token_wise) do not count in the comparison of kinds."""
     declared = {name for name, module in layer.named_modules() if type(module) in TOKEN_WISE}
-    for known, answer in found.answers.items():
-        if tuple(row for row in known if row[0] not in declared) == kind:
+    for tried, answer in found.answers.items():
+        if tuple(row for row in tried if row[0] not in declared) == kind:
             return answer
     return None
 
@@ -143,9 +143,9 @@ def _one_of_each(stack: nn.Module) -> dict[tuple, nn.Module]:
 
 def _ask_all(stack: nn.Module) -> dict[tuple, LayerTraits]:
     """The traits of each kind of layer of a small stack."""
-    known = frozenset().union(*map(kinds_in, list_of_layers(stack)))
+    classes = frozenset().union(*map(kinds_in, list_of_layers(stack)))
     layers = _one_of_each(stack)
-    return {kind: replace(probe.ask(stack, layers[kind]), kinds=known) for kind in layers}
+    return {kind: replace(probe.ask(stack, layers[kind]), kinds=classes) for kind in layers}
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
@@ -191,10 +191,10 @@ class _Expected:
         ids = torch.randint(1, stack.config.vocab_size, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
         visible[1, -5:] = 0
-        plain = {"input_ids": ids, "weight": weight}
-        masked = plain | {"attention_mask": visible, "weight": weight * visible[..., None]}
+        full = {"input_ids": ids, "weight": weight}
+        masked = full | {"attention_mask": visible, "weight": weight * visible[..., None]}
         # name -> (what transformers runs, what our stack runs in its place)
-        runs = {"plain": ([plain], plain), "masked": ([masked], masked)}
+        runs = {"full": ([full], full), "masked": ([masked], masked)}
         if packed:
             row = {"input_ids": ids[:1], "weight": weight[:1]}
             first = {name: x[:, :FIRST] for name, x in row.items()}
@@ -224,7 +224,7 @@ class _Expected:
         """
         ours = _patched(self.stack, replace(found, unpads=True))
         idle_BT = torch.arange(TOKENS) < torch.tensor([[7], [1]])
-        ids = self.batches["plain"][0]["input_ids"]
+        ids = self.batches["full"][0]["input_ids"]
         wanted = _hidden(ours, ids, attention_mask=~idle_BT)
         with having(labelled=Labelled(idle_BT=idle_BT)):
             got = _hidden(ours, ids, attention_mask=~idle_BT)

@@ -158,12 +158,12 @@ class FusedMLP:
         if not activation_as_found(self):
             return super().forward(x)
         made = [getattr(self, name)(x) for name in self._hfpatch.gates]
-        noted, known = current.gate_up
+        noted, kept = current.gate_up
         if noted is not None:
             noted[:] = made
-        if known:
+        if kept:
             # The kept values. Their gradients go to the projections, whose values are unread.
-            made = [_InPlaceOf.apply(k, y) for k, y in zip(known, made, strict=True)]
+            made = [_InPlaceOf.apply(k, y) for k, y in zip(kept, made, strict=True)]
         if len(made) == 1:
             made = made[0].chunk(2, dim=-1)
         gate, up = made

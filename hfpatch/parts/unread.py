@@ -203,8 +203,8 @@ def add_up(layer: nn.Module, skipped: list, device: str, adding) -> list:
     taken = {id(m) for m, _ in skipped}
     found = []
     for module in modules_in(layer):
-        plain = isinstance(module, nn.Linear) and type(module).forward is LINEAR
-        if not plain or id(module) in taken or not can_go_without(module):
+        is_linear = isinstance(module, nn.Linear) and type(module).forward is LINEAR
+        if not is_linear or id(module) in taken or not can_go_without(module):
             continue
         if adding(module.weight) is not None:
             found.append((module, partial(_adding_forward, module, adding)))

@@ -23,7 +23,7 @@ def check(config, model, data, args, say):
     """
     gpu = this_gpu(args)
     if gpu is None:
-        _expect_room(config, model, args)
+        _expect_memory(config, model, args)
     if gpu is None or model.impl == "liger":
         return None
     placement = placement_of(config, model, args)
@@ -66,7 +66,7 @@ def _ways(found) -> str:
     return f", for example by {said}" if said else ""
 
 
-def _expect_room(config, model, args) -> None:
+def _expect_memory(config, model, args) -> None:
     """ValueError for a CPU that cannot hold what stays between steps: the machine would stop the
     run without a word while its weights load."""
     engine = placement_of_engine(model.placement or "gpu8bit") not in _OF_ONE_PROCESS
@@ -81,10 +81,10 @@ def _expect_room(config, model, args) -> None:
     states = 2 if "adamw" in args.optim and "8bit" not in args.optim else 0
     tensors = 1 if model.lora_r else 2 + states
     nbytes = tensors * dtype_of(config, model).itemsize * count
-    room = host_limit()
-    if room is not None and nbytes > room:
+    memory = host_limit()
+    if memory is not None and nbytes > memory:
         raise ValueError(
-            f"hfpatch: the run must fit this machine's {gib(room)}, and "
+            f"hfpatch: the run must fit this machine's {gib(memory)}, and "
             f"{count:,} parameters take {gib(nbytes)} with what trains them. Take a "
             "smaller model, --lora_r 16, or a GPU."
         )
@@ -101,8 +101,8 @@ def this_gpu(args) -> Gpu | None:
     if args.device.type != "cuda":
         return None
     memory = gpu_limit(args.device)
-    known = gpu_named(torch.cuda.get_device_name(args.device)) or card(gib(memory))
-    return replace(known, memory_bytes=memory)
+    gpu = gpu_named(torch.cuda.get_device_name(args.device)) or card(gib(memory))
+    return replace(gpu, memory_bytes=memory)
 
 
 def placement_of(config, model, args) -> str:

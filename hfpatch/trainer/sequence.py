@@ -144,12 +144,12 @@ def share_rows(trainer) -> None:
         return
     deals_for_any_attention(trainer, shares_exactly)
 
-    def prepare_told(*given, **known):
+    def prepare_told(*args, **kwargs):
         with ExitStack() as told:
             told.enter_context(unless_shared(shares_exactly))
-            for model in given:
+            for model in args:
                 if hasattr(model, "config") and hasattr(model.config, "get_text_config"):
                     told.enter_context(_heads_told(model.config.get_text_config()))
-            return prepare(*given, **known)
+            return prepare(*args, **kwargs)
 
     accelerator.prepare = prepare_told
