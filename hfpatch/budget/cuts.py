@@ -56,7 +56,7 @@ def chunk_bounds(rows: int, row_bytes: int, workspace: int) -> tuple[tuple[int, 
     if most < 1:
         raise ValueError(
             f"hfpatch: workspace_bytes must leave {row_bytes:,} bytes for the logits of one token, "
-            f"and leaves {max(0, workspace):,}. Raise it."
+            f"got {max(0, workspace):,}. Raise it."
         )
     size = most // ALIGNED * ALIGNED or most
     count = max(1, -(-(rows - (most - size)) // size)) if rows else 0

@@ -49,7 +49,7 @@ class Verdict:
     """The traits of a decoder, from its small instance.
 
     `_verdict` fills one in, with the traits of each kind of layer. It is kept for all models with
-    the same config and code, so from then on nobody changes it: `ask_model` returns a copy with the
+    the same config and code, so from then on it does not change: `ask_model` returns a copy with the
     traits of each layer of its model.
 
     Attributes:
@@ -152,7 +152,7 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
     """The first of these that agrees with transformers: all kinds of layers tiled; all whole with
     our attention; all whole with transformers' attention. If none does, the layers stay unpatched.
 
-    Of a kind that runs untiled since gradients differ, nobody knows what in it mixes tokens.
+    Where a kind runs untiled because gradients differ, it is unknown what in it mixes tokens.
     """
     difference = expected.differs(Verdict(asked))
     if difference is None:

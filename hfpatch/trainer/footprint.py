@@ -48,7 +48,7 @@ def check(config, model, data, args, say):
     )
     if not found.fits:
         raise ValueError(
-            f"hfpatch: the planned step must fit, and takes {memory}. Change the run or the "
+            f"hfpatch: the planned step must fit, got {memory}. Change the run or the "
             f"machine{_ways(found)}."
         )
     say(f"hfpatch: planned: {str(found).splitlines()[0]}")
@@ -84,9 +84,8 @@ def _expect_memory(config, model, args) -> None:
     memory = host_limit()
     if memory is not None and nbytes > memory:
         raise ValueError(
-            f"hfpatch: the run must fit this machine's {gib(memory)}, and "
-            f"{count:,} parameters take {gib(nbytes)} with what trains them. Take a "
-            "smaller model, --lora_r 16, or a GPU."
+            f"hfpatch: {count:,} parameters and what trains them must fit this machine's "
+            f"{gib(memory)}, got {gib(nbytes)}. Take a smaller model, --lora_r 16, or a GPU."
         )
 
 

@@ -128,8 +128,8 @@ def _expect_memory(model: str, tokens: int) -> None:
         memory += gpu_free() or 0
     if needed > memory:
         raise ValueError(
-            f"hfpatch: {tokens:,} tokens must fit this machine's {gib(memory)}, and their layer "
-            f"inputs alone take {gib(needed)}. Pass fewer tokens, or --simulate."
+            f"hfpatch: the layer inputs of {tokens:,} tokens must fit this machine's {gib(memory)}, "
+            f"got {gib(needed)}. Pass fewer tokens, or --simulate."
         )
 
 

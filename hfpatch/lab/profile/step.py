@@ -46,7 +46,7 @@ def build_model(options: Options) -> torch.nn.Module:
         free = host_free()
         if free is not None and needed > free:
             raise ValueError(
-                f"hfpatch: weights and gradients must fit in {gib(free)} of free memory, and take "
+                f"hfpatch: weights and gradients must fit in {gib(free)} of free memory, got "
                 f"{gib(needed)}. Pass a smaller model, or --simulate."
             )
     return model_of(config, options.on, options.torch_dtype)
