@@ -66,7 +66,6 @@ class SharedRows:
         self.loader = loader
         self.sequence = sequence
         self.skip = skip
-        skips_by_itself(SharedRows)
 
     def __getattr__(self, name):
         if name in ("loader", "sequence", "skip"):  # not set yet in a copy
@@ -143,6 +142,7 @@ def share_rows(trainer) -> None:
     if config is None or not (config.sp_enabled or config.cp_enabled):
         return
     deals_for_any_attention(trainer, shares_exactly)
+    skips_by_itself(trainer, SharedRows)
 
     def prepare_told(*args, **kwargs):
         with ExitStack() as told:
