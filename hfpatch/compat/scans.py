@@ -34,8 +34,8 @@ def _unwrapped(value, names: dict):
     """
     if isinstance(value, nn.Module):
         cells = getattr(type(value).forward, "__closure__", None) or ()
-        found = (_unwrapped(cell.cell_contents, names) for cell in cells)
-        return next((function for function in found if function is not None), None)
+        functions = (_unwrapped(cell.cell_contents, names) for cell in cells)
+        return next((function for function in functions if function is not None), None)
     wrappers = "transformers.integrations.hub_kernels"
     if not inspect.isfunction(value) or value.__globals__.get("__name__") != wrappers:
         return None

@@ -77,11 +77,11 @@ def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str,
     """The relative difference of each result."""
     sizes = {name: x.float().norm() for name, x in theirs.items()}
     least = 1e-6 * max(sizes.values())
-    found = {}
+    errors = {}
     for name, size in sizes.items():
         error = (ours[name] - theirs[name]).float().norm() / size.clamp_min(least)
-        found[name] = error.nan_to_num(nan=float("inf")).item()
-    return found
+        errors[name] = error.nan_to_num(nan=float("inf")).item()
+    return errors
 
 
 def ask_in_time(stack: nn.Module, layer: nn.Module, traits: LayerTraits) -> LayerTraits:

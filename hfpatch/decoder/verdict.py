@@ -88,27 +88,27 @@ def ask_model(decoder: Decoder) -> Verdict:
         key = (stack_class, settings, first, code_probed(decoder.layers))
         if key not in _verdicts:
             _verdicts[key] = _verdict(stack_class, config, kinds)
-        found = _verdicts[key]
+        verdict = _verdicts[key]
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = LayerTraits(reason=why("untried", reason))
         return Verdict((untried,) * len(kinds), False, shared, isolates=False)
     unknown = LayerTraits(reason=why("other kind"))
-    answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
+    answers = [_answer(verdict, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
     # rows without their padding.
-    mixes = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values())
+    mixes = any(a.mixers or a.reason == OTHER_MIXER for a in verdict.answers.values())
     if mixes and None in answers:
-        found = replace(found, isolates=False, unpads=False)
+        verdict = replace(verdict, isolates=False, unpads=False)
     answers = tuple(answer or unknown for answer in answers)
-    return replace(found, answers=answers, why_unpatched=shared or found.why_unpatched)
+    return replace(verdict, answers=answers, why_unpatched=shared or verdict.why_unpatched)
 
 
-def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
+def _answer(verdict: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
     """The traits of a layer of this kind; None if the small instance has no such layer. Modules
     that the user declared (hfpatch.token_wise) do not count in the comparison of kinds."""
     declared = {name for name, module in layer.named_modules() if type(module) in TOKEN_WISE}
-    for tried, answer in found.answers.items():
+    for tried, answer in verdict.answers.items():
         if tuple(row for row in tried if row[0] not in declared) == kind:
             return answer
     return None
@@ -121,19 +121,19 @@ def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
         # An unidentified mixer does not isolate documents, in transformers either.
         packed = all(answer.reason != OTHER_MIXER for answer in answers.values())
         expected = _Expected(stack, packed)
-        found = _settled(answers, expected)
-        found.isolates = found.ours and packed or _isolates(_patched(stack, found))
-        if packed and not found.isolates:
+        verdict = _settled(answers, expected)
+        verdict.isolates = verdict.ours and packed or _isolates(_patched(stack, verdict))
+        if packed and not verdict.isolates:
             # A document in a packed row differs from the document alone, however the stack runs
             # (its model takes no positions). Such rows are refused.
             del expected.batches["packed"]
-            found = _settled(answers, expected)
-            found.isolates = False
-        found.unpads = found.ours and found.isolates and expected.unpads(found)
+            verdict = _settled(answers, expected)
+            verdict.isolates = False
+        verdict.unpads = verdict.ours and verdict.isolates and expected.unpads(verdict)
         for kind, layer in _one_of_each(stack).items():
-            if kind in found.answers:  # else the layer keeps states of earlier runs
-                found.answers[kind] = ask_in_time(stack, layer, found.answers[kind])
-        return found
+            if kind in verdict.answers:  # else the layer keeps states of earlier runs
+                verdict.answers[kind] = ask_in_time(stack, layer, verdict.answers[kind])
+        return verdict
 
 
 def _one_of_each(stack: nn.Module) -> dict[tuple, nn.Module]:
@@ -161,10 +161,10 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
     for kind, answer in asked.items():
         if answer.reason is None:
             whole[kind] = replace(answer, reason=difference, looked=False)
-    for found in (Verdict(whole), Verdict(whole, ours=False)):
-        difference = expected.differs(found)
+    for verdict in (Verdict(whole), Verdict(whole, ours=False)):
+        difference = expected.differs(verdict)
         if difference is None:
-            return found
+            return verdict
     return Verdict(whole, ours=False, why_unpatched=f"run again, {difference}")
 
 
@@ -215,14 +215,14 @@ class _Expected:
             (stack(use_cache=False, **batch).last_hidden_state * weight).sum().backward()
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
 
-    def unpads(self, found: Verdict) -> bool:
+    def unpads(self, verdict: Verdict) -> bool:
         """Whether real tokens of padded rows have the same outputs in one packed row.
 
         A family's mixers may remember padding, and its layers may take arguments that a packed row
         does not have. The comparison is with our own padded rows, because in transformers' eager
         attention a token that sees no token may be NaN.
         """
-        ours = _patched(self.stack, replace(found, unpads=True))
+        ours = _patched(self.stack, replace(verdict, unpads=True))
         idle_BT = torch.arange(TOKENS) < torch.tensor([[7], [1]])
         ids = self.batches["full"][0]["input_ids"]
         wanted = _hidden(ours, ids, attention_mask=~idle_BT)
@@ -235,11 +235,11 @@ class _Expected:
         allowed_N = CLOSE * wanted[~idle_BT].norm(dim=-1)
         return bool((~(error_N <= allowed_N)).sum() <= 1)
 
-    def differs(self, found: Verdict) -> Why | None:
+    def differs(self, verdict: Verdict) -> Why | None:
         """How a stack with these traits differs from transformers, or None."""
-        ours = _patched(self.stack, found)
+        ours = _patched(self.stack, verdict)
         for name, (batch, wanted) in self.batches.items():
-            if name == "packed" and not found.ours:
+            if name == "packed" and not verdict.ours:
                 continue  # transformers' attention runs; there is nothing of ours to compare
             try:
                 got = self._gradients(ours, [batch])
@@ -280,7 +280,7 @@ def _hidden(stack: nn.Module, ids: Tensor, **arguments) -> Tensor | None:
         return None
 
 
-def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
+def _patched(stack: nn.Module, verdict: Verdict) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
@@ -288,10 +288,10 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     policy = Checkpointing(offload="gpu", keep="attention", tile=TILE, every=1)
     runtime = LayerRuntime(policy, len(layers))
     swap(ours, PatchedStack)
-    ours._hfpatch = Patched(StackTraits(found.ours, unpads=found.unpads), configs, runtime)
+    ours._hfpatch = Patched(StackTraits(verdict.ours, unpads=verdict.unpads), configs, runtime)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):
-        answer = found.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
+        answer = verdict.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
         swap(layer, TiledLayer)
         layer._hfpatch = Patched(answer, configs, runtime, index)
     return ours

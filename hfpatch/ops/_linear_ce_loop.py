@@ -274,8 +274,8 @@ def prepare(
         (hidden_ND, labels_N, opts). The logits' dtype is that of F.linear under the current
         autocast.
     """
-    wanted = tuple(hidden.shape[:-1])
-    found = tuple(labels.shape)
+    expected = tuple(hidden.shape[:-1])
+    shape = tuple(labels.shape)
     b = weight if bias is None else bias
     dtypes = hidden.dtype, weight.dtype, b.dtype
     cast = None if torch.float64 in dtypes[:2] else autocast_dtype(hidden.device.type)
@@ -293,12 +293,12 @@ def prepare(
         (not fits,
          "hidden, weight and bias must have one dtype, a floating-point one, got {}. Dequantise or "
          "cast them, or use torch.autocast", dtypes),
-        (found != wanted, "labels must have shape {}, got {}. Give one label for each row",
-         wanted, found),
+        (shape != expected, "labels must have shape {}, got {}. Give one label for each row",
+         expected, shape),
         (labels.dtype not in (torch.int64, torch.int32),
          "labels must be int64 or int32, got {}. For class probabilities use "
          "torch.nn.functional.cross_entropy", labels.dtype),
-        (shift and not wanted, "shift needs labels [..., T], got a scalar. Leave shift out"),
+        (shift and not expected, "shift needs labels [..., T], got a scalar. Leave shift out"),
         (num_valid is not None and num_valid < 0,
          "num_valid must be 0 or more, got {}. Count the labels that are not ignore_index",
          num_valid),

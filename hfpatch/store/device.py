@@ -172,7 +172,7 @@ class Speed:
 
     def __init__(self, device: Device):
         self.device = device
-        self.found = 0.0
+        self.rate = 0.0
         self.copy: list | None = None  # [bytes, event before, event after]
 
     def begin(self, nbytes: int) -> None:
@@ -187,9 +187,9 @@ class Speed:
         """Of the last copy that was timed; 0 before one."""
         took = self.copy and len(self.copy) == 3 and seconds_between(*self.copy[1:])
         if took:
-            self.found = self.copy[0] / took
+            self.rate = self.copy[0] / took
             self.copy = None
-        return self.found
+        return self.rate
 
 
 class Block:
