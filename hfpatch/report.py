@@ -56,8 +56,8 @@ class Report:
             if option not in swapped:
                 lines.append(f"  {option:<13} stays stock: {why}")
         notes = self.notes
-        room = LINES - len(lines)
-        if len(notes) > room:
-            notes = [*notes[: room - 1], f"{len(notes) - room + 1} more in report.notes"]
+        left = LINES - len(lines)
+        if len(notes) > left:
+            notes = [*notes[: left - 1], f"{len(notes) - left + 1} more in report.notes"]
         lines += [f"  {note}" for note in notes]
         return "\n".join(lines)

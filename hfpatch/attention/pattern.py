@@ -46,7 +46,7 @@ class Pattern:
     blind_BT: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
+    def causal_only(self) -> bool:
         """Whether every row is one causal sequence."""
         return all(x is None for x in vars(self).values())
 

@@ -28,8 +28,7 @@ def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def tile_bounds(batch: int, tokens: int, tile: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of each tile of `tiles`."""
-    step = tiles(batch, tokens, tile)[1]
-    starts = range(0, tokens, step)
+    starts = range(0, tokens, tiles(batch, tokens, tile)[1])
     return tuple(zip(starts, [*starts[1:], tokens]))
 
 
@@ -37,28 +36,27 @@ def tile_bounds(batch: int, tokens: int, tile: int) -> tuple[tuple[int, int], ..
 def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
     """KV heads per group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
     blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
-    wanted = -(-512 // max(blocks, 1))
-    n = min(wanted, n_kv_heads)
+    n = min(-(-512 // max(blocks, 1)), n_kv_heads)
     while n_kv_heads % n:
         n += 1
     return n
 
 
 @lru_cache(maxsize=256)
-def chunk_bounds(rows: int, row_bytes: int, room: int) -> tuple[tuple[int, int], ...]:
-    """[start, end) of as few chunks as `room` bytes allow, of row_bytes a row.
+def chunk_bounds(rows: int, row_bytes: int, workspace: int) -> tuple[tuple[int, int], ...]:
+    """[start, end) of as few chunks as `workspace` bytes allow, of row_bytes a row.
 
-    Lengths are multiples of 128 rows, or less where the room holds fewer. The room's remainder may
+    Lengths are multiples of 128 rows, or less where the workspace holds fewer. Its remainder may
     lengthen the last chunk, so that one row more than a round number does not cost another chunk.
 
     Raises:
-        ValueError: the room holds no row.
+        ValueError: the workspace holds no row.
     """
-    most = room // row_bytes
+    most = workspace // row_bytes
     if most < 1:
         raise ValueError(
             f"hfpatch: workspace_bytes must leave {row_bytes:,} bytes for the logits of one token, "
-            f"and leaves {max(0, room):,}. Raise it."
+            f"got {max(0, workspace):,}. Raise it."
         )
     size = most // ALIGNED * ALIGNED or most
     count = max(1, -(-(rows - (most - size)) // size)) if rows else 0

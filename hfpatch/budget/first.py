@@ -2,10 +2,10 @@
 
 import math
 
+from hfpatch.budget.limits import gib
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import KEEPS, LOSS_WORKSPACE, TILES, Checkpointing, auto_tile
 
-GiB = 1 << 30
 # Bytes per token and hidden channel that a tile's backward takes at most: dense layers take 60 to
 # 100, adapters in float32 included.
 TILE_BYTES = 128
@@ -65,7 +65,7 @@ def first_policy(
     # [Step 2] What the host cannot hold. Not of hybrids: their layers keep states too, and those
     # without attention no output, which this does not count.
     if place == "host" and host is not None and not chains:
-        room = HOST_SHARE * host
+        available = HOST_SHARE * host
         most = every
         if settings.every == "auto" and not whole:
             # a segment's inputs are on the device in its backward: no more than there are segments
@@ -78,12 +78,12 @@ def first_policy(
             # 4 bytes of lse a head of 128 columns, and the gradient that waits there under "least"
             needed += rows * width // 32 * layers * (keep >= 0)
             needed += one * (_aim(settings, every, one, free) == "least")
-            if needed <= room:
+            if needed <= available:
                 break
         else:
             raise ValueError(
-                f"hfpatch: checkpoints need {needed / GiB:.1f} GiB of host memory, and "
-                f'{room / GiB:.1f} GiB are free to a rank. Leave every and keep "auto", pass a '
+                f"hfpatch: checkpoints need {gib(needed)} of host memory, and "
+                f'{gib(available)} are free to a rank. Leave every and keep "auto", pass a '
                 "directory as offload, or take fewer tokens."
             )
     # [Step 3] The tile.
@@ -109,8 +109,7 @@ def first_policy(
 def _aim(settings: Checkpointing, every: int, one: int, free: int | None) -> str:
     """Attention's backward takes all heads at once where twice a layer's tensors fit. one: bytes of
     [tokens, width]."""
-    short = (TENSORS + _tensors(every)) * one >= (free or 0)
-    return "least" if short else settings.aim
+    return "least" if (TENSORS + _tensors(every)) * one >= (free or 0) else settings.aim
 
 
 def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> int:

@@ -155,4 +155,4 @@ def _own(parameter):
 def to_come(parameters, device) -> int:
     """Bytes on a device that a step will allocate for gradients that do not exist yet."""
     own = [_own(p) for p in parameters if p.requires_grad and p.grad is None]
-    return sum(t.numel() * t.element_size() for t in own if t.device == device)
+    return sum(t.nbytes for t in own if t.device == device)

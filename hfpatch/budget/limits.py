@@ -1,8 +1,15 @@
-"""Numbers from the environment and from configs, and lengths as text. Standard library only."""
+"""Numbers from the environment and from configs, lengths and bytes as text. Standard library only."""
 
 import difflib
 import os
 import re
+
+GiB = 1 << 30
+
+
+def gib(nbytes: float | None, decimals=1) -> str:
+    """Bytes of a machine as text: "12.3 GiB"; "unlimited" for None."""
+    return "unlimited" if nbytes is None else f"{nbytes / GiB:.{decimals}f} GiB"
 
 
 def environment_number(name: str, default, least: int = 0):
@@ -32,7 +39,7 @@ def range_words(least, most) -> str:
         words.append(f"more than {least[0]}" if isinstance(least, list) else f"{least} or more")
     if most is not None:
         words.append(f"less than {most[0]}" if isinstance(most, list) else f"{most} or less")
-    return " and ".join(words) if words else "a finite number"
+    return " and ".join(words) or "a finite number"
 
 
 def parse_length(text) -> int:
@@ -57,7 +64,7 @@ def parse_word(text: str):
     return parse_length(text) if word is text and text[:1].isdigit() else word
 
 
-def did_you_mean(name: str, known, cutoff: float = 0.6) -> str:
-    """The end of an error about an unknown name: the known name that is most like it."""
-    near = difflib.get_close_matches(name, known, 1, cutoff)
+def did_you_mean(name: str, names, cutoff: float = 0.6) -> str:
+    """The end of an error about an unknown name: the one of `names` that is most like it."""
+    near = difflib.get_close_matches(name, names, 1, cutoff)
     return f" Did you mean {near[0]}?" if near else ""

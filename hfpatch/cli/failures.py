@@ -81,12 +81,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         self.given = args
-        known = self._option_string_actions  # includes the groups'; help lists the first name only
+        actions = (
+            self._option_string_actions
+        )  # includes the groups'; help lists the first name only
         for key, flag in FLAGS.items():
-            if flag in known:
-                known.setdefault(f"--{key.replace('_', '-')}", known[flag])
-        for flag, action in list(known.items()):
-            known.setdefault(flag[:2] + flag[2:].replace("-", "_"), action)
+            if flag in actions:
+                actions.setdefault(f"--{key.replace('_', '-')}", actions[flag])
+        for flag, action in list(actions.items()):
+            actions.setdefault(flag[:2] + flag[2:].replace("-", "_"), action)
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
@@ -127,10 +129,10 @@ def guarded(command, argv, *, piped: bool = True) -> int:
             sys.stdout = None  # else Python complains at exit that it cannot flush
             if piped:
                 return 0
-        known = explain(error)
-        if known is None:
+        explanation = explain(error)
+        if explanation is None:
             raise
-        return say(error, *known, debug)
+        return say(error, *explanation, debug)
 
 
 def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:

@@ -44,8 +44,8 @@ def _model_first(command: Parser, argv: list[str]) -> list[str]:
     name = next(iter(argv[1:]), "-")
     if name.startswith("-"):
         return argv
-    known = command._option_string_actions
-    first = run_file.words(name, known) if run_file.is_one(name) else ["--model", name]
+    flags = command._option_string_actions
+    first = run_file.words(name, flags) if run_file.is_one(name) else ["--model", name]
     return [argv[0], *first, *argv[2:]]
 
 

@@ -32,13 +32,13 @@ def groups() -> dict[str, list[str]]:
 def text() -> str:
     from hfpatch.trainer.flags import CLASSES
 
-    known = {f.name: f.metadata for cls in CLASSES for f in fields(cls)}
+    metadata = {f.name: f.metadata for cls in CLASSES for f in fields(cls)}
     lines = [_HEAD]
     for title, names in groups().items():
         lines += ["", f"{title}:"]
         for name in names:
-            choices = "|".join(known[name].get("choices", ()))
-            said = f"{known[name].get('help', '').split('. ')[0]} {choices and f'({choices})'}"
+            choices = "|".join(metadata[name].get("choices", ()))
+            said = f"{metadata[name].get('help', '').split('. ')[0]} {choices and f'({choices})'}"
             words = f"{'--' + name:<30} {said}"
             lines += textwrap.wrap(words, 98, initial_indent="  ", subsequent_indent=" " * 33)
     return "\n".join([*lines, "", "--help-all lists all flags of transformers too."])

@@ -128,10 +128,10 @@ def _variable(function, name: str):
 def ulysses(attention):
     """(process group, whether evaluation has whole rows) of an attention function of DeepSpeed's
     Ulysses; None for any other."""
-    found = _variable(attention, "uattn")
-    if found is None or not hasattr(found, "process_group"):
+    attention_object = _variable(attention, "uattn")
+    if attention_object is None or not hasattr(attention_object, "process_group"):
         return None
-    return found.process_group, bool(getattr(found, "disable_in_eval", False))
+    return attention_object.process_group, bool(getattr(attention_object, "disable_in_eval", False))
 
 
 def ulysses_group():

@@ -165,14 +165,14 @@ def compiled_by_itself(module: nn.Module) -> bool:
 
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """module.modules(), but faster: there the names take longer than a small layer's matmuls."""
-    found = {}
+    seen = {}
     todo = [module]
     while todo:
         one = todo.pop()
-        if one is not None and one not in found:
-            found[one] = None
+        if one is not None and one not in seen:
+            seen[one] = None
             todo += reversed(modules_of(one).values())
-    return list(found)
+    return list(seen)
 
 
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
@@ -200,11 +200,11 @@ def output_hooks(module: nn.Module) -> list:
 
 def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:
     own = module.__dict__
-    found = []
+    hooks = []
     for name in names:
         if name in own and own[name]:
-            found += own[name].values()
-    return found
+            hooks += own[name].values()
+    return hooks
 
 
 _SERVE_ANY_OUTPUT = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "hfpatch.",
@@ -228,11 +228,11 @@ def hooks_on_all() -> list:
     """The user's hooks on every module of the process. torch's own (module trackers) are left out:
     they read no values.
     """
-    found = []
+    hooks = []
     for name in _ON_ALL:  # every tile runs this: no call if there are no hooks
         if _EVERYWHERE[name]:
-            found += _EVERYWHERE[name].values()
-    return [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))]
+            hooks += _EVERYWHERE[name].values()
+    return [h for h in hooks if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))]
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:

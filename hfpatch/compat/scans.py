@@ -18,13 +18,13 @@ def plain_scans():
         if file.startswith("transformers.models."):
             names = vars(module)
             for name, value in names.items():
-                plain = _plain_form(value, names)
-                if plain is not None:
-                    rows.append((names, name, plain))
+                function = _unwrapped(value, names)
+                if function is not None:
+                    rows.append((names, name, function))
     return values_for_now(rows)
 
 
-def _plain_form(value, names: dict):
+def _unwrapped(value, names: dict):
     """The function of a file that a wrapper, which may run a kernel, was put around; None for
     another value.
 
@@ -34,10 +34,10 @@ def _plain_form(value, names: dict):
     """
     if isinstance(value, nn.Module):
         cells = getattr(type(value).forward, "__closure__", None) or ()
-        found = (_plain_form(cell.cell_contents, names) for cell in cells)
-        return next((plain for plain in found if plain is not None), None)
+        functions = (_unwrapped(cell.cell_contents, names) for cell in cells)
+        return next((function for function in functions if function is not None), None)
     wrappers = "transformers.integrations.hub_kernels"
     if not inspect.isfunction(value) or value.__globals__.get("__name__") != wrappers:
         return None
-    plain = inspect.unwrap(value)
-    return plain if getattr(plain, "__globals__", None) is names else None
+    function = inspect.unwrap(value)
+    return function if getattr(function, "__globals__", None) is names else None

@@ -99,12 +99,12 @@ def _told(module, kwargs) -> str | None:
     """The name of a float tensor among the arguments that the family's eager attention takes too
     and that changes its scores (a bias of positions), or None.
     """
-    given = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    function = _own_eager(module) if given else None
+    floats = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    function = _own_eager(module) if floats else None
     if function is None:
         return None
-    known = inspect.signature(function).parameters
-    return next((name for name in given if name in known), None)
+    parameters = inspect.signature(function).parameters
+    return next((name for name in floats if name in parameters), None)
 
 
 class _Attention(torch.autograd.Function):
@@ -144,7 +144,7 @@ def _whole(call: AttentionCall, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     if probabilities or call.told or reason and scaled:
         return _by_family(call, kwargs)
     if reason is not None:
-        return _plain(call), None
+        return _by_sdpa(call), None
     q, k, v = _cast(call)
     return _Attention.apply(q, k, v, call.sinks_H, call.options(), sequence), None
 
@@ -174,15 +174,15 @@ def _by_family(call: AttentionCall, kwargs: dict) -> tuple[Tensor, Tensor]:
         )
     if mask is not None and mask.dtype == torch.bool:
         mask = q.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(q.dtype).min)
-    given = {"softcap": call.softcap, "s_aux": call.sinks_H}
-    kwargs = kwargs | {name: x for name, x in given.items() if x is not None}
+    scoring = {"softcap": call.softcap, "s_aux": call.sinks_H}
+    kwargs = kwargs | {name: x for name, x in scoring.items() if x is not None}
     return eager(
         call.module, q, call.k_BKTE, call.v_BKTE, mask, scaling=call.scale,
         dropout=call.dropout, **kwargs,
     )  # fmt: skip
 
 
-def _plain(call: AttentionCall) -> Tensor:
+def _by_sdpa(call: AttentionCall) -> Tensor:
     """Attention with a dense mask or dropout, computed as transformers' own functions do."""
     mask, causal = _mask_and_causal(call)
     out = torch.nn.functional.scaled_dot_product_attention(

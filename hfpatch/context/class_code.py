@@ -10,11 +10,11 @@ def code_probed(layers) -> frozenset:
 
     `as_probed` compares with it later. It is part of the key of a cached verdict.
     """
-    found = {
+    codes = {
         kind: code_of_class(kind) for kind in {type(m) for layer in layers for m in layer.modules()}
     }
-    _probed.update(found)
-    return frozenset(found.items())
+    _probed.update(codes)
+    return frozenset(codes.items())
 
 
 def as_probed(kind: type) -> bool:

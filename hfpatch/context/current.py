@@ -174,10 +174,10 @@ class Noting:
 
     def not_stopped(self) -> NotStopped:
         """The error for a forward that was not stopped."""
-        found = len(self.calls) + len(self.mixed)
-        if found >= self.n_calls:
+        times = len(self.calls) + len(self.mixed)
+        if times >= self.n_calls:
             return NotStopped("its forward catches what stops it at its attention (BaseException)")
-        return NotStopped(f"its forward mixed tokens {found} times, not {self.n_calls}")
+        return NotStopped(f"its forward mixed tokens {times} times, not {self.n_calls}")
 
     def mixer(self, name: str, args, kwargs):
         self.mixed[name] = (args, kwargs)

@@ -151,7 +151,7 @@ class Mask:
         """The mask of sdpa: bool [B, 1, T, T], True where seen; None for plain causality."""
         pattern = self.pattern()
         b = self.batch
-        if pattern.plain and self.build is None:
+        if pattern.causal_only and self.build is None:
             return None
         theirs = self.build() if self.build is not None else None
         if theirs is None:

@@ -33,18 +33,18 @@ def sequence_now(config, training: bool) -> Sequence | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     name = named(config).attention
-    found = context_parallel()
-    if found is None:
+    group_and_order = context_parallel()
+    if group_and_order is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)
         if group is not None and (training or not training_only):
-            found = (group, False)
+            group_and_order = (group, False)
             if training:
                 summed_gradients(deepspeed_config(), dist.get_world_size(group))
-    if found is None and training and _several(ulysses_group()):
+    if group_and_order is None and training and _several(ulysses_group()):
         raise not_exchanged(f"{name} attention beside Ulysses, which exchanges another,")
-    if found is None or not _several(found[0]):
+    if group_and_order is None or not _several(group_and_order[0]):
         return None
-    return sequence_of(*found)
+    return sequence_of(*group_and_order)
 
 
 def _several(group) -> bool:
@@ -103,16 +103,16 @@ def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
     )
 
 
-def refuse_uneven_rows(sequence: Sequence, given: Tensor, **beside: Tensor | None) -> None:
+def refuse_uneven_rows(sequence: Sequence, tokens: Tensor, **beside: Tensor | None) -> None:
     """Raises ValueError on all ranks if their parts of the rows differ in shape, or labels and the
     like differ from the tokens. Ranks that continued would wait for the others.
 
     Args:
         sequence: the ranks that share the rows.
-        given: [B, t] or [B, t, D].
+        tokens: [B, t] or [B, t, D].
         beside: name -> [B or 1, t], or None.
     """
-    B, t = given.shape[:2]
+    B, t = tokens.shape[:2]
     shapes = {name: tuple(x.shape[:2]) for name, x in beside.items() if x is not None}
     fits = all(shape in ((B, t), (1, t)) for shape in shapes.values())
     present = sum(1 << i for i, name in enumerate(beside) if name in shapes)
@@ -130,8 +130,8 @@ def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tenso
     """Whole rows [B, T] from parts [1 or B, t] (attention_mask, position_ids and the like), in one
     exchange; None for None.
     """
-    given = [x.expand(B, -1) for x in shards if x is not None]
-    whole = iter(sequence.whole(*(x.long() for x in given)) if given else ())
+    parts = [x.expand(B, -1) for x in shards if x is not None]
+    whole = iter(sequence.whole(*(x.long() for x in parts)) if parts else ())
     return [None if x is None else next(whole).to(x.dtype) for x in shards]
 
 

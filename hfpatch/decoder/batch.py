@@ -50,7 +50,7 @@ class StackTraits:
 
 
 @dataclass(frozen=True)
-class Given:
+class Inputs:
     """The arguments of one forward.
 
     Attributes:
@@ -137,7 +137,7 @@ class Given:
         return packs(self.B, self.positions, self.seen, None)
 
 
-def read_batch(stack, kwargs: dict, watched: bool) -> Given | None:
+def read_batch(stack, kwargs: dict, watched: bool) -> Inputs | None:
     """The arguments of a stack's forward; None if its input is not rows of tokens. watched: its
     layers may read padding."""
     tokens = kwargs.get("input_ids")
@@ -164,7 +164,7 @@ def read_batch(stack, kwargs: dict, watched: bool) -> Given | None:
     watched = visible and (watched or current.labelled.watched or idle is None)
     behind = watched and bool(on_host((~mask.bool()[:, -1]).any()))
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
-    return Given(
+    return Inputs(
         kind=type(stack),
         tiled=runtime is not None,
         config=config,
@@ -196,33 +196,33 @@ def read_batch(stack, kwargs: dict, watched: bool) -> Given | None:
     )
 
 
-def share_rows(given: Given) -> tuple[Given, dict]:
-    """The arguments of whole rows, where `given` has this rank's part of each row; and the changes.
+def share_rows(inputs: Inputs) -> tuple[Inputs, dict]:
+    """The arguments of whole rows, where `inputs` has this rank's part of each row; and the changes.
 
     Raises:
         ValueError: the ranks' parts do not fit together.
     """
-    if given.cache is not None:
+    if inputs.cache is not None:
         raise not_exchanged("a KV cache")
     refuse_uneven_rows(
-        given.sequence,
-        given.tokens,
+        inputs.sequence,
+        inputs.tokens,
         labels=current.labelled.labels,
-        position_ids=given.positions,
-        attention_mask=given.rows_mask,
+        position_ids=inputs.positions,
+        attention_mask=inputs.rows_mask,
     )
-    if given.positions is None:
+    if inputs.positions is None:
         raise ValueError(
             "hfpatch: sequences on several ranks need position_ids, got none: each rank would "
             "count its tokens from 0. Put position_ids = torch.arange(tokens) into every batch "
             "before it is sharded."
         )
     mask, positions, idle = whole_rows(
-        given.sequence, given.B, given.rows_mask, given.positions, given.idle_BT
+        inputs.sequence, inputs.B, inputs.rows_mask, inputs.positions, inputs.idle_BT
     )
     whole = replace(
-        given,
-        T=given.T * given.sequence.size,
+        inputs,
+        T=inputs.T * inputs.sequence.size,
         rows_mask=mask,
         positions=positions,
         idle_BT=idle,
@@ -231,37 +231,37 @@ def share_rows(given: Given) -> tuple[Given, dict]:
     return whole, {"use_cache": False}
 
 
-def without_unread_cache(given: Given) -> tuple[Given, bool, dict]:
+def without_unread_cache(inputs: Inputs) -> tuple[Inputs, bool, dict]:
     """Removes a cache that an outer model made and nothing reads.
 
     Returns:
         (the arguments without that cache, whether transformers would make a cache, the changes).
     """
     changes = {}
-    made = given.use_cache
-    if given.cache is not None:
-        made = type(given.cache) is DynamicCache and cached_tokens(given.cache) == 0
-    unread = bool(given.uncached and given.trains and made)
+    made = inputs.use_cache
+    if inputs.cache is not None:
+        made = type(inputs.cache) is DynamicCache and cached_tokens(inputs.cache) == 0
+    unread = bool(inputs.uncached and inputs.trains and made)
     if unread:  # the outer model made a cache, or set use_cache because its config does
         changes["use_cache"] = None
-        if given.cache_name is not None:
-            changes[given.cache_name] = None
-        given = replace(given, cache=None, use_cache=None)
-    unsaid = given.cache is None and given.use_cache is None and given.sequence is None
-    cached = unread or unsaid and given.makes_cache
-    mask = given.mask
-    by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == given.B
-    if cached and given.other_mask and by_rows:
+        if inputs.cache_name is not None:
+            changes[inputs.cache_name] = None
+        inputs = replace(inputs, cache=None, use_cache=None)
+    unsaid = inputs.cache is None and inputs.use_cache is None and inputs.sequence is None
+    cached = unread or unsaid and inputs.makes_cache
+    mask = inputs.mask
+    by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == inputs.B
+    if cached and inputs.other_mask and by_rows:
         # With a cache, transformers cuts a longer mask to T tokens, and hides the tokens beyond a
         # shorter mask.
-        mask = torch.nn.functional.pad(mask, (0, given.T - mask.shape[1]))
+        mask = torch.nn.functional.pad(mask, (0, inputs.T - mask.shape[1]))
         changes["attention_mask"] = mask
-        given = replace(given, mask=mask, rows_mask=mask, other_mask=False)
-    return given, cached, changes
+        inputs = replace(inputs, mask=mask, rows_mask=mask, other_mask=False)
+    return inputs, cached, changes
 
 
 def decide(
-    given: Given, traits: StackTraits, cached: bool
+    inputs: Inputs, traits: StackTraits, cached: bool
 ) -> tuple[Batch | None, str | None, dict]:
     """How a forward runs.
 
@@ -274,21 +274,21 @@ def decide(
         ValueError: documents of one row would see each other, or a layer would treat a rank's part
             of a row as the whole row.
     """
-    _refuse_mixed_documents(given, traits)
-    has_cache, changes = _settle_cache(given, cached)
+    _refuse_mixed_documents(inputs, traits)
+    has_cache, changes = _settle_cache(inputs, cached)
     if has_cache:
-        _refuse_documents_beside_a_cache(given, traits)
+        _refuse_documents_beside_a_cache(inputs, traits)
         return None, None, changes
-    if traits.mixers and given.sequence is not None:
-        _check_shared_mixers(given, traits)
-    batch = _batch(given, cached)
-    why = first("batch", None, given, traits, batch)
+    if traits.mixers and inputs.sequence is not None:
+        _check_shared_mixers(inputs, traits)
+    batch = _batch(inputs, cached)
+    why = first("batch", None, inputs, traits, batch)
     if why is None:
-        line = _PADDING.format(given.kind.__name__) if given.behind else None
+        line = _PADDING.format(inputs.kind.__name__) if inputs.behind else None
         return batch, line, changes
-    if given.sequence is not None:
+    if inputs.sequence is not None:
         raise not_exchanged(why)
-    line, more = _by_transformers(given, traits, why)
+    line, more = _by_transformers(inputs, traits, why)
     return None, line, changes | more
 
 
@@ -298,59 +298,59 @@ _APART = (
 )
 
 
-def _refuse_mixed_documents(given: Given, traits: StackTraits) -> None:
+def _refuse_mixed_documents(inputs: Inputs, traits: StackTraits) -> None:
     """ValueError for rows of several documents in layers that do not keep them apart."""
     # Some of transformers' mixers take documents by one of these, some by the other, some by both.
-    told = given.seq_idx and given.offsets is not None
-    mixed = not traits.isolates or traits.mixers and not given.tiled and not told
-    if mixed and packs(given.B, given.positions, given.seen, given.offsets):
-        refuse_packed(given.kind, _APART if traits.isolates else "do not pack")
+    told = inputs.seq_idx and inputs.offsets is not None
+    mixed = not traits.isolates or traits.mixers and not inputs.tiled and not told
+    if mixed and packs(inputs.B, inputs.positions, inputs.seen, inputs.offsets):
+        refuse_packed(inputs.kind, _APART if traits.isolates else "do not pack")
 
 
-def _settle_cache(given: Given, cached: bool) -> tuple[bool, dict]:
+def _settle_cache(inputs: Inputs, cached: bool) -> tuple[bool, dict]:
     """(whether the layers read or fill a KV cache, the changes)."""
-    if given.cache is not None:
+    if inputs.cache is not None:
         return True, {}
-    if given.use_cache is not None:
-        return given.use_cache, {}
-    if cached and not given.trains and not given.packed:
+    if inputs.use_cache is not None:
+        return inputs.use_cache, {}
+    if cached and not inputs.trains and not inputs.packed:
         return True, {}
     # Models make a cache in training too, which nothing reads. RWKV makes none there.
     return False, {"use_cache": False}
 
 
-def _check_shared_mixers(given: Given, traits: StackTraits) -> None:
+def _check_shared_mixers(inputs: Inputs, traits: StackTraits) -> None:
     """ValueError for mixers that cannot run over rows that ranks share."""
-    if not (traits.timed and given.tiled):
-        refuse_shared_mixers(given.kind)
-    if given.T // given.sequence.size < SHORTEST_PART:
+    if not (traits.timed and inputs.tiled):
+        refuse_shared_mixers(inputs.kind)
+    if inputs.T // inputs.sequence.size < SHORTEST_PART:
         raise ValueError(
             f"hfpatch: each rank must get at least {SHORTEST_PART} tokens of each sequence, got "
-            f"{given.T // given.sequence.size}. Pad the sequences, or share them between fewer "
+            f"{inputs.T // inputs.sequence.size}. Pad the sequences, or share them between fewer "
             "ranks."
         )
 
 
-def _batch(given: Given, cached: bool) -> Batch:
+def _batch(inputs: Inputs, cached: bool) -> Batch:
     """The batch of hfpatch's layers."""
-    idle_BT = given.idle_BT
-    if given.reads and given.sequence is None and not given.packed:
-        idle_BT = torch.zeros_like(given.rows_mask, dtype=torch.bool)
+    idle_BT = inputs.idle_BT
+    if inputs.reads and inputs.sequence is None and not inputs.packed:
+        idle_BT = torch.zeros_like(inputs.rows_mask, dtype=torch.bool)
     batch = Batch(
-        given.B,
-        given.T,
-        given.tokens.device,
-        given.rows_mask,
-        given.positions,
+        inputs.B,
+        inputs.T,
+        inputs.tokens.device,
+        inputs.rows_mask,
+        inputs.positions,
         # Where rows are shared, offsets would count this rank's tokens. The positions give the same
         # documents for whole rows.
-        given.offsets if given.sequence is None else None,
+        inputs.offsets if inputs.sequence is None else None,
         idle_BT,
-        given.watched,
-        given.sequence,
+        inputs.watched,
+        inputs.sequence,
     )
     batch.cached = cached
-    batch.probabilities = given.probabilities
+    batch.probabilities = inputs.probabilities
     return batch
 
 
@@ -359,34 +359,34 @@ _PADDING = (
 )
 
 
-def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
+def _refuse_documents_beside_a_cache(inputs: Inputs, traits: StackTraits) -> None:
     """ValueError for rows of several documents with a KV cache: transformers' layers then run, and
     do not look for documents.
     """
     # The caller's own mask limits attention alone; mixers do not read it.
-    of_scores = given.other_mask and not given.covers_the_cache
-    if (traits.mixers or not of_scores) and given.packed:
+    of_scores = inputs.other_mask and not inputs.covers_the_cache
+    if (traits.mixers or not of_scores) and inputs.packed:
         raise ValueError(
             "hfpatch: a KV cache needs one document a sequence, got position_ids that restart. "
             "Pass use_cache=False, which keeps the documents apart."
         )
 
 
-def _by_transformers(given: Given, traits: StackTraits, why: str) -> tuple[str | None, dict]:
+def _by_transformers(inputs: Inputs, traits: StackTraits, why: str) -> tuple[str | None, dict]:
     """(the line for the user of a forward with transformers' attention, the changes). ValueError
     where documents would see each other.
     """
     changes = {}
-    if given.rows_mask is not None and given.packed:
-        # Given a mask, transformers does not look for documents.
+    if inputs.rows_mask is not None and inputs.packed:
+        # With a mask, transformers does not look for documents.
         changes["attention_mask"] = None
-        if not bool(given.rows_mask.all()):
-            refuse_packed(given.kind, "do not pack padded sequences")
-    if traits.mixers and packs(given.B, given.positions, given.seen, given.offsets):
-        refuse_packed(given.kind, "pass no mask and attn_implementation='sdpa', or do not pack")
-    if not (traits.ours and given.tiled and given.trains):
+        if not bool(inputs.rows_mask.all()):
+            refuse_packed(inputs.kind, "do not pack padded sequences")
+    if traits.mixers and packs(inputs.B, inputs.positions, inputs.seen, inputs.offsets):
+        refuse_packed(inputs.kind, "pass no mask and attn_implementation='sdpa', or do not pack")
+    if not (traits.ours and inputs.tiled and inputs.trains):
         return None, changes  # the report tells of a stack that cannot have hfpatch's attention
-    line = f"the layers of {given.kind.__name__} run untiled, their inputs offloaded: {why}."
+    line = f"the layers of {inputs.kind.__name__} run untiled, their inputs offloaded: {why}."
     return line, changes
 
 

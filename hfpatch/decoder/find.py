@@ -31,8 +31,10 @@ def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     """The longest nn.ModuleList among the module's own children that holds only modules which
     transformers can checkpoint; None if there is none."""
     lists = [m for m in modules_of(stack).values() if isinstance(m, nn.ModuleList) and len(m)]
-    found = [m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)]
-    return max(found, key=len, default=None)
+    checkpointable = [
+        m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)
+    ]
+    return max(checkpointable, key=len, default=None)
 
 
 def _decoder_of(module: nn.Module) -> nn.Module | None:

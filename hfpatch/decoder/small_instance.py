@@ -113,9 +113,9 @@ def scaled_config(config, n_layers: int, at=None):
         _scale_rotation(small, rope, latent)
     by_layer = config.to_dict().get("per_layer_config")
     if by_layer:  # sizes of single layers that differ from the config
-        given = {int(i): values for i, values in by_layer.items()}
+        overrides = {int(i): values for i, values in by_layer.items()}
         small.per_layer_config = {
-            i: _scaled_override(given[n], config) for i, n in enumerate(at) if n in given
+            i: _scaled_override(overrides[n], config) for i, n in enumerate(at) if n in overrides
         }
     put(*attention_row(small, "eager"))
     run_experts_plainly(small)
@@ -146,15 +146,15 @@ def _scale_rotation(small, rope: dict, latent: bool) -> None:
 def _scaled_override(values: dict, config) -> dict:
     """The scaled sizes of one layer that overrides the config's: twice those of SIZES where the
     override is larger than the config's size."""
-    found = dict(values)
+    scaled = dict(values)
     heads = values.get("num_attention_heads", _value(config, "num_attention_heads"))
     for name, value in values.items():
         if name in SIZES and isinstance(value, int):
-            found[name] = SIZES[name] * (1 + (value > (_value(config, name) or value)))
+            scaled[name] = SIZES[name] * (1 + (value > (_value(config, name) or value)))
     if "num_key_value_heads" in values:
         n = values["num_key_value_heads"]
-        found["num_key_value_heads"] = _kv_heads(n, heads, found.get("num_attention_heads", 4))
-    return found
+        scaled["num_key_value_heads"] = _kv_heads(n, heads, scaled.get("num_attention_heads", 4))
+    return scaled
 
 
 def _kv_heads(n: int, heads: int, small_heads: int) -> int:
@@ -198,16 +198,16 @@ def kind_of(layer: nn.Module) -> tuple:
 def _settings(module: nn.Module) -> tuple:
     """The (name, value) pairs of a module's settings. Of an integer counts that it is not None, of a
     float whether it is 0."""
-    found = {}
+    settings = {}
     for name, value in vars(module).items():
         if name[0] != "_" and name not in _NO_KIND and isinstance(value, str | int | float | None):
             switch = name.startswith(("use", "is", "has", "no")) or "rope" in name
             # 0 and 1 may be used as False and True
             if isinstance(value, bool | str) or (switch and value in (0, 1)):
-                found[name] = value
+                settings[name] = value
             else:
-                found[name] = value == 0 if isinstance(value, float) else value is None
-    return tuple(sorted(found.items()))
+                settings[name] = value == 0 if isinstance(value, float) else value is None
+    return tuple(sorted(settings.items()))
 
 
 def _without_adapters(name: str, module: nn.Module):

@@ -31,7 +31,7 @@ from hfpatch.context.ranks import (
     refuse_shared_mixers,
 )
 from hfpatch.decoder.batch import (
-    Given,
+    Inputs,
     StackTraits,
     decide,
     read_batch,
@@ -96,20 +96,20 @@ class PatchedStack(KeepsSignature):
         runtime = self._hfpatch.runtime
         # A layer that is not as tried, or a mixer that remembers padding, may read it.
         watched = traits.mixers and not traits.unpads or not all(as_tried)
-        given = read_batch(self, kwargs, watched)
-        if given is not None and _says_not_causal(layers, kwargs):
-            given = replace(given, causal=False)
+        inputs = read_batch(self, kwargs, watched)
+        if inputs is not None and _says_not_causal(layers, kwargs):
+            inputs = replace(inputs, causal=False)
         if runtime is not None:
             runtime.hidden_BT = None
         batch = None
-        if given is not None:
+        if inputs is not None:
             if runtime is not None and runtime.weights.on:
-                runtime.weights_to_host(self, given.tokens.device)
-            batch = _batch_of(self, given, kwargs)
-            if runtime is not None and given.behind:
-                runtime.hidden_BT = ~given.rows_mask.bool()
+                runtime.weights_to_host(self, inputs.tokens.device)
+            batch = _batch_of(self, inputs, kwargs)
+            if runtime is not None and inputs.behind:
+                runtime.hidden_BT = ~inputs.rows_mask.bool()
         if batch is not None:
-            batch.packed = packed_row(given, traits, layers, all(as_tried), batch)
+            batch.packed = packed_row(inputs, traits, layers, all(as_tried), batch)
             return _run_ours(self, batch, kwargs)
         with having(declined=True):
             return self._hfpatch_stock(kwargs)
@@ -147,20 +147,20 @@ def _run_compiled(stack: "PatchedStack", kwargs):
     return stack._hfpatch_stock(kwargs)
 
 
-def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
+def _batch_of(stack: "PatchedStack", inputs: Inputs, kwargs) -> Batch | None:
     """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
     with the changes that these functions return.
     """
-    given, cached, changes = without_unread_cache(given)
-    if given.sequence is not None:
+    inputs, cached, changes = without_unread_cache(inputs)
+    if inputs.sequence is not None:
         if asks_for("output_router_logits", stack, kwargs):
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)
-        given, shared = share_rows(given)
+        inputs, shared = share_rows(inputs)
         changes |= shared
-    batch, warning, decided = decide(given, stack._hfpatch.traits, cached)
+    batch, warning, decided = decide(inputs, stack._hfpatch.traits, cached)
     kwargs.update(changes | decided)
-    if warning is not None and given.tiled:
+    if warning is not None and inputs.tiled:
         stack._hfpatch.runtime.tell(warning)
     elif warning is not None:
         warnings.warn(f"hfpatch: {warning}", stacklevel=2)
@@ -174,10 +174,10 @@ def _refuse_unasked(stack: "PatchedStack") -> None:
         if isinstance(layer, PatchedLayer):
             # A layer that is not compiled refuses itself as it runs (PatchedLayer.forward).
             mixing = mixing_of(layer._hfpatch.traits, look(layer))
-            known = not any(mixing) or not compiled_by_itself(layer)
+            unchanged = not any(mixing) or not compiled_by_itself(layer)
         else:
-            known = package_of(layer) == "torch"  # torch's own wrappers
-        if replaced_forward(layer) or not known:
+            unchanged = package_of(layer) == "torch"  # torch's own wrappers
+        if replaced_forward(layer) or not unchanged:
             refuse_shared_mixers(type(stack), "its layers changed after apply()")
 
 

@@ -37,15 +37,15 @@ class Runs:
         mixer: the layer.mixers.Mixer of the call.
         argument: the mixer's argument that takes states.
         x_BtD: the mixer's input.
-        weights: parameters by name, whose gradients are compared too.
+        parameters: by name, whose gradients are compared too.
 
     Attributes:
         keys: the states that the last run left.
     """
 
-    def __init__(self, mixer, argument: str, x_BtD: Tensor, weights: dict):
+    def __init__(self, mixer, argument: str, x_BtD: Tensor, parameters: dict):
         self.mixer = mixer
-        self.weights = weights
+        self.parameters = parameters
         self.x = x_BtD.detach().requires_grad_()
         self.dout = torch.randn_like(x_BtD)  # a mixer's output has its input's shape
         mixer.time = TimeTiles(argument, 1)
@@ -68,7 +68,7 @@ class Runs:
         return self._results(torch.cat(outs, 1))
 
     def _results(self, out: Tensor) -> dict[str, Tensor]:
-        inputs = {INPUT: self.x, **self.weights}
+        inputs = {INPUT: self.x, **self.parameters}
         grads = torch.autograd.grad(out, list(inputs.values()), self.dout, materialize_grads=True)
         return {OUTPUT: out.detach()} | dict(zip(inputs, grads))
 
@@ -77,11 +77,11 @@ def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str,
     """The relative difference of each result."""
     sizes = {name: x.float().norm() for name, x in theirs.items()}
     least = 1e-6 * max(sizes.values())
-    found = {}
+    errors = {}
     for name, size in sizes.items():
         error = (ours[name] - theirs[name]).float().norm() / size.clamp_min(least)
-        found[name] = error.nan_to_num(nan=float("inf")).item()
-    return found
+        errors[name] = error.nan_to_num(nan=float("inf")).item()
+    return errors
 
 
 def ask_in_time(stack: nn.Module, layer: nn.Module, traits: LayerTraits) -> LayerTraits:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hfpatch.compat import GONE, collected_now, compiled_by_itself, pytree, version
 from hfpatch.context.current import having
 from hfpatch.context.masks import Batch, Mask
-from hfpatch.decoder.batch import Given, StackTraits
+from hfpatch.decoder.batch import Inputs, StackTraits
 from hfpatch.layer.arguments import token_axis
 from hfpatch.layer.layer import PatchedLayer
 
@@ -96,7 +96,7 @@ def _packed(batch: Batch, at_N: Tensor, B: int, T: int, x):
 
 
 def packed_row(
-    given: Given, traits: StackTraits, layers, as_tried: bool, batch: Batch
+    inputs: Inputs, traits: StackTraits, layers, as_tried: bool, batch: Batch
 ) -> PackedRow | None:
     """The packed row on which layers run in place of padded rows; None if they run on all tokens.
     as_tried: all patched layers run as in the small instance.
@@ -110,8 +110,8 @@ def packed_row(
         - a layer was compiled by itself, which would be compiled for each length
         - the small instance's outputs differed
     """
-    able = as_tried and traits.unpads and (given.tiled or not traits.mixers)
-    if not able or given.rows_mask is None or batch.probabilities or batch.sequence:
+    able = as_tried and traits.unpads and (inputs.tiled or not traits.mixers)
+    if not able or inputs.rows_mask is None or batch.probabilities or batch.sequence:
         return None
     for layer in layers:
         if not isinstance(layer, PatchedLayer) or compiled_by_itself(layer):
@@ -119,7 +119,7 @@ def packed_row(
     # The bounds cost nothing extra: the layers would read them, and wait for the device, anyway.
     bounds = batch.rows().real
     N = 0 if bounds is None else _rounded(bounds[-1])
-    return PackedRow(batch, bounds, N) if 0 < N < given.B * given.T else None
+    return PackedRow(batch, bounds, N) if 0 < N < inputs.B * inputs.T else None
 
 
 def _rounded(tokens: int) -> int:

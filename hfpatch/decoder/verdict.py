@@ -1,8 +1,8 @@
 """The verdict on a decoder: the traits of each kind of layer, and which of them may be tiled.
 
 A scaled-down instance (decoder/small_instance.py) runs stock and tiled, forward and backward, on a
-plain, a packed and a masked batch. Where gradients differ beyond rounding, no layer is tiled, and
-the report says so.
+full, a packed and a masked batch. Where gradients differ beyond rounding, no layer is tiled,
+and the report says so.
 
     small stack -> probe each kind of layer (decoder/probe.py) -> compare with transformers
     -> tiled, or all whole, or transformers' attention, or left alone
@@ -49,7 +49,7 @@ class Verdict:
     """The traits of a decoder, from its small instance.
 
     `_verdict` fills one in, with the traits of each kind of layer. It is kept for all models with
-    the same config and code, so from then on nobody changes it: `ask_model` returns a copy with the
+    the same config and code, so from then on it does not change: `ask_model` returns a copy with the
     traits of each layer of its model.
 
     Attributes:
@@ -88,28 +88,28 @@ def ask_model(decoder: Decoder) -> Verdict:
         key = (stack_class, settings, first, code_probed(decoder.layers))
         if key not in _verdicts:
             _verdicts[key] = _verdict(stack_class, config, kinds)
-        found = _verdicts[key]
+        verdict = _verdicts[key]
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = LayerTraits(reason=why("untried", reason))
         return Verdict((untried,) * len(kinds), False, shared, isolates=False)
     unknown = LayerTraits(reason=why("other kind"))
-    answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
+    answers = [_answer(verdict, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
     # rows without their padding.
-    mixes = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values())
+    mixes = any(a.mixers or a.reason == OTHER_MIXER for a in verdict.answers.values())
     if mixes and None in answers:
-        found = replace(found, isolates=False, unpads=False)
+        verdict = replace(verdict, isolates=False, unpads=False)
     answers = tuple(answer or unknown for answer in answers)
-    return replace(found, answers=answers, why_unpatched=shared or found.why_unpatched)
+    return replace(verdict, answers=answers, why_unpatched=shared or verdict.why_unpatched)
 
 
-def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
+def _answer(verdict: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
     """The traits of a layer of this kind; None if the small instance has no such layer. Modules
     that the user declared (hfpatch.token_wise) do not count in the comparison of kinds."""
     declared = {name for name, module in layer.named_modules() if type(module) in TOKEN_WISE}
-    for known, answer in found.answers.items():
-        if tuple(row for row in known if row[0] not in declared) == kind:
+    for tried, answer in verdict.answers.items():
+        if tuple(row for row in tried if row[0] not in declared) == kind:
             return answer
     return None
 
@@ -121,19 +121,19 @@ def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
         # An unidentified mixer does not isolate documents, in transformers either.
         packed = all(answer.reason != OTHER_MIXER for answer in answers.values())
         expected = _Expected(stack, packed)
-        found = _settled(answers, expected)
-        found.isolates = found.ours and packed or _isolates(_patched(stack, found))
-        if packed and not found.isolates:
+        verdict = _settled(answers, expected)
+        verdict.isolates = verdict.ours and packed or _isolates(_patched(stack, verdict))
+        if packed and not verdict.isolates:
             # A document in a packed row differs from the document alone, however the stack runs
             # (its model takes no positions). Such rows are refused.
             del expected.batches["packed"]
-            found = _settled(answers, expected)
-            found.isolates = False
-        found.unpads = found.ours and found.isolates and expected.unpads(found)
+            verdict = _settled(answers, expected)
+            verdict.isolates = False
+        verdict.unpads = verdict.ours and verdict.isolates and expected.unpads(verdict)
         for kind, layer in _one_of_each(stack).items():
-            if kind in found.answers:  # else the layer keeps states of earlier runs
-                found.answers[kind] = ask_in_time(stack, layer, found.answers[kind])
-        return found
+            if kind in verdict.answers:  # else the layer keeps states of earlier runs
+                verdict.answers[kind] = ask_in_time(stack, layer, verdict.answers[kind])
+        return verdict
 
 
 def _one_of_each(stack: nn.Module) -> dict[tuple, nn.Module]:
@@ -143,16 +143,16 @@ def _one_of_each(stack: nn.Module) -> dict[tuple, nn.Module]:
 
 def _ask_all(stack: nn.Module) -> dict[tuple, LayerTraits]:
     """The traits of each kind of layer of a small stack."""
-    known = frozenset().union(*map(kinds_in, list_of_layers(stack)))
+    classes = frozenset().union(*map(kinds_in, list_of_layers(stack)))
     layers = _one_of_each(stack)
-    return {kind: replace(probe.ask(stack, layers[kind]), kinds=known) for kind in layers}
+    return {kind: replace(probe.ask(stack, layers[kind]), kinds=classes) for kind in layers}
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
     """The first of these that agrees with transformers: all kinds of layers tiled; all whole with
     our attention; all whole with transformers' attention. If none does, the layers stay unpatched.
 
-    Of a kind that runs untiled since gradients differ, nobody knows what in it mixes tokens.
+    Where a kind runs untiled because gradients differ, it is unknown what in it mixes tokens.
     """
     difference = expected.differs(Verdict(asked))
     if difference is None:
@@ -161,10 +161,10 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
     for kind, answer in asked.items():
         if answer.reason is None:
             whole[kind] = replace(answer, reason=difference, looked=False)
-    for found in (Verdict(whole), Verdict(whole, ours=False)):
-        difference = expected.differs(found)
+    for verdict in (Verdict(whole), Verdict(whole, ours=False)):
+        difference = expected.differs(verdict)
         if difference is None:
-            return found
+            return verdict
     return Verdict(whole, ours=False, why_unpatched=f"run again, {difference}")
 
 
@@ -191,10 +191,10 @@ class _Expected:
         ids = torch.randint(1, stack.config.vocab_size, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
         visible[1, -5:] = 0
-        plain = {"input_ids": ids, "weight": weight}
-        masked = plain | {"attention_mask": visible, "weight": weight * visible[..., None]}
+        full = {"input_ids": ids, "weight": weight}
+        masked = full | {"attention_mask": visible, "weight": weight * visible[..., None]}
         # name -> (what transformers runs, what our stack runs in its place)
-        runs = {"plain": ([plain], plain), "masked": ([masked], masked)}
+        runs = {"full": ([full], full), "masked": ([masked], masked)}
         if packed:
             row = {"input_ids": ids[:1], "weight": weight[:1]}
             first = {name: x[:, :FIRST] for name, x in row.items()}
@@ -215,16 +215,16 @@ class _Expected:
             (stack(use_cache=False, **batch).last_hidden_state * weight).sum().backward()
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
 
-    def unpads(self, found: Verdict) -> bool:
+    def unpads(self, verdict: Verdict) -> bool:
         """Whether real tokens of padded rows have the same outputs in one packed row.
 
         A family's mixers may remember padding, and its layers may take arguments that a packed row
         does not have. The comparison is with our own padded rows, because in transformers' eager
         attention a token that sees no token may be NaN.
         """
-        ours = _patched(self.stack, replace(found, unpads=True))
+        ours = _patched(self.stack, replace(verdict, unpads=True))
         idle_BT = torch.arange(TOKENS) < torch.tensor([[7], [1]])
-        ids = self.batches["plain"][0]["input_ids"]
+        ids = self.batches["full"][0]["input_ids"]
         wanted = _hidden(ours, ids, attention_mask=~idle_BT)
         with having(labelled=Labelled(idle_BT=idle_BT)):
             got = _hidden(ours, ids, attention_mask=~idle_BT)
@@ -235,11 +235,11 @@ class _Expected:
         allowed_N = CLOSE * wanted[~idle_BT].norm(dim=-1)
         return bool((~(error_N <= allowed_N)).sum() <= 1)
 
-    def differs(self, found: Verdict) -> Why | None:
+    def differs(self, verdict: Verdict) -> Why | None:
         """How a stack with these traits differs from transformers, or None."""
-        ours = _patched(self.stack, found)
+        ours = _patched(self.stack, verdict)
         for name, (batch, wanted) in self.batches.items():
-            if name == "packed" and not found.ours:
+            if name == "packed" and not verdict.ours:
                 continue  # transformers' attention runs; there is nothing of ours to compare
             try:
                 got = self._gradients(ours, [batch])
@@ -280,7 +280,7 @@ def _hidden(stack: nn.Module, ids: Tensor, **arguments) -> Tensor | None:
         return None
 
 
-def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
+def _patched(stack: nn.Module, verdict: Verdict) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
@@ -288,10 +288,10 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     policy = Checkpointing(offload="gpu", keep="attention", tile=TILE, every=1)
     runtime = LayerRuntime(policy, len(layers))
     swap(ours, PatchedStack)
-    ours._hfpatch = Patched(StackTraits(found.ours, unpads=found.unpads), configs, runtime)
+    ours._hfpatch = Patched(StackTraits(verdict.ours, unpads=verdict.unpads), configs, runtime)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):
-        answer = found.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
+        answer = verdict.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
         swap(layer, TiledLayer)
         layer._hfpatch = Patched(answer, configs, runtime, index)
     return ours

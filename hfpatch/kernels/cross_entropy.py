@@ -251,15 +251,15 @@ def cross_entropy_bwd_kernel(
         )  # fmt: skip
 
 
-def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
+def block_and_warps(vocab_size: int, logits_only: bool = True) -> tuple[int, int]:
     """(block, num_warps) for rows of vocab_size. The block is a power of two of at least 128, with
     16 elements a thread at full size.
 
-    If the loop holds more than the logits (not plain), a thread gets half as many elements, because
+    If the loop holds more than the logits, a thread gets half as many elements, because
     registers would spill.
     """
     block = max(128, triton.next_power_of_2(vocab_size))
-    if plain:
+    if logits_only:
         block = min(MAX_BLOCK, block)
         num_warps = block // 512
     else:
@@ -269,15 +269,15 @@ def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
 
 
 def forward_config(
-    row_bytes: int, itemsize: int, *, grad: bool, plain: bool, bare: bool
+    row_bytes: int, itemsize: int, *, grad: bool, logits_only: bool, bare: bool
 ) -> tuple[int, int, int]:
     """(block, num_warps, stages) of the forward for rows of row_bytes.
 
     Small blocks suffice for rows of up to 96 KiB, which fit L2 with three programs per SM, and
     without a gradient, where no row is read twice. bare: no soft cap and no smoothing.
     """
-    if not grad or not plain or row_bytes <= LONG_ROW:
-        return *block_and_warps(row_bytes // itemsize, plain), 1
+    if not grad or not logits_only or row_bytes <= LONG_ROW:
+        return *block_and_warps(row_bytes // itemsize, logits_only), 1
     # Blocks of 16 KiB. One block is in registers; the other stages - 1 are loading into shared
     # memory.
     return 16384 // itemsize, 32, 4 if bare else 3
@@ -301,7 +301,7 @@ def cross_entropy_fwd(
     K = len(outs_KN)
     itemsize = logits_NV.element_size()
     block, num_warps, stages = forward_config(
-        V * itemsize, itemsize, grad=grad, plain=K <= 4, bare=not inner and not smoothing
+        V * itemsize, itemsize, grad=grad, logits_only=K <= 4, bare=not inner and not smoothing
     )
     args = (
         logits_NV, labels_N, scale, outs_KN, logits_NV.stride(0), V, outs_KN.stride(0),

@@ -157,13 +157,13 @@ def compared(
     """
     twin = exact(model).to(reference)
     true = [gradients(twin, {k: v.to(reference) for k, v in b.items()}) for b in batches]
-    plain = [gradients(model, batch) for batch in batches]
+    baselines = [gradients(model, batch) for batch in batches]
     for way, checkpointing in settings.items():
         hfpatch.apply(model, checkpointing=checkpointing)
-        for batch, wanted, stock in zip(batches, true, plain):
+        for batch, wanted, baseline in zip(batches, true, baselines):
             got = gradients(model, batch)
             assert got.keys() == wanted.keys(), "the same parameters must have gradients"
-            shares = {n: share_of_allowed(got[n], stock[n], wanted[n], dtype) for n in got}
+            shares = {n: share_of_allowed(got[n], baseline[n], wanted[n], dtype) for n in got}
             where = _worst(shares)
             tokens = batch["input_ids"].shape[1]
             yield Check(f"model, {way}", _name(dtype), tokens, shares[where], where)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from hfpatch.budget.free import gpu_free, host_free
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import LEAST, Checkpointing, describe
 from hfpatch.lab.device import clean, one_line
-from hfpatch.lab.hardware import GPUS, GiB, Gpu
+from hfpatch.lab.hardware import GPUS, Gpu
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.step import measure_steps

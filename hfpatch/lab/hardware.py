@@ -10,9 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import refuse_unknown
-
-GiB = 1 << 30
 
 # Fitted to the rows of profiles/rates marked `fits`: the share of the data sheet that large bf16
 # matmuls reach in a training step, and the tokens that a row of attention costs beyond its own.
@@ -86,8 +85,8 @@ class Gpu:
     @property
     def data_sheet_flops(self) -> float:
         """The peak that MFU refers to: the data sheet's, also for a measured card of the table."""
-        known = gpu_named(self.name) if self.measured else None
-        return (known or self).peak_flops
+        listed = gpu_named(self.name) if self.measured else None
+        return (listed or self).peak_flops
 
     @property
     def link_rate(self) -> float:
@@ -149,11 +148,11 @@ def gpu_row(name: str) -> Gpu:
     Raises:
         ValueError: no such row; the message lists all names.
     """
-    plain = str(name).lower().replace(" ", "").replace("_", "-")
-    names = (plain, _ALIASES.get(plain, ""), plain.replace("-", ""))
-    known = next((one for one in names if one in GPUS), str(name))
-    refuse_unknown([known], (*GPUS, "this", "24GiB"), "--gpu")
-    return GPUS[known]
+    normalized = str(name).lower().replace(" ", "").replace("_", "-")
+    names = (normalized, _ALIASES.get(normalized, ""), normalized.replace("-", ""))
+    key = next((one for one in names if one in GPUS), str(name))
+    refuse_unknown([key], (*GPUS, "this", "24GiB"), "--gpu")
+    return GPUS[key]
 
 
 def gpu_named(device_name: str) -> Gpu | None:

@@ -107,9 +107,9 @@ def config_of(model) -> tuple[str, dict]:
 
 def nearest(name: str, count: int = 3) -> list[str]:
     """The presets with the most similar names, the nearest first."""
-    known = {preset.rsplit("/", 1)[-1].lower(): preset for preset in (*PRESETS, *MODELS)}
-    near = difflib.get_close_matches(name.lower(), known, n=count, cutoff=0)
-    return [known[short] for short in near]
+    by_short_name = {preset.rsplit("/", 1)[-1].lower(): preset for preset in (*PRESETS, *MODELS)}
+    near = difflib.get_close_matches(name.lower(), by_short_name, n=count, cutoff=0)
+    return [by_short_name[short] for short in near]
 
 
 def read_config(path: Path) -> dict:

@@ -26,7 +26,7 @@ _SAME_SIZES = (
 )
 
 
-def _plain(name: str) -> str:
+def _short_name(name: str) -> str:
     """A name without its owner and without words that change no size:
     meta-llama/Llama-3.1-8B-Instruct, llama-3.1-8b.
     """
@@ -36,8 +36,8 @@ def _plain(name: str) -> str:
     return short
 
 
-_PLAIN = {_plain(name): name for name in _NAMES}
-_PLAIN |= {
+_BY_SHORT_NAME = {_short_name(name): name for name in _NAMES}
+_BY_SHORT_NAME |= {
     "llama-3.3-70b": "llama-3.1-70b",
     "llama-3-8b": "llama-3.1-8b",
     "llama-3-70b": "llama-3.1-70b",
@@ -56,7 +56,7 @@ def find_preset(name: str) -> str | None:
     owner, slash, _ = name.lower().rpartition("/")
     if slash and owner not in _OWNERS:
         return None
-    return _PLAIN.get(_plain(name))
+    return _BY_SHORT_NAME.get(_short_name(name))
 
 
 def preset_config(name: str) -> dict:
@@ -66,11 +66,11 @@ def preset_config(name: str) -> dict:
     Raises:
         ValueError: the name is no preset.
     """
-    known = find_preset(name)
-    if known is None:
-        known_names = ", ".join(_NAMES)
+    preset = find_preset(name)
+    if preset is None:
+        names = ", ".join(_NAMES)
         raise ValueError(
-            f"hfpatch: a preset must be one of {known_names}, got {name!r}. Pass one of them, or a "
+            f"hfpatch: a preset must be one of {names}, got {name!r}. Pass one of them, or a "
             "config.json."
         )
-    return json.loads(_TEXT)[known]  # a new dict each time: config classes write into it
+    return json.loads(_TEXT)[preset]  # a new dict each time: config classes write into it

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hfpatch.budget.limits import GiB
 from hfpatch.lab import checks, full_card
 from hfpatch.lab.device import one_line
-from hfpatch.lab.hardware import GiB, Gpu
+from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.profile.timeline import versions
 from hfpatch.lab.tables import markdown
 
@@ -92,15 +93,15 @@ def _facts(device: torch.device) -> tuple[dict, dict]:
     found = versions(("torch", "triton", "transformers"))
     if torch.version.cuda:
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    known = {name: value for name, value in found.items() if value is not None}
+    installed = {name: value for name, value in found.items() if value is not None}
     if device.type != "cuda":
-        return {"name": "cpu"}, known
+        return {"name": "cpu"}, installed
     card = torch.cuda.get_device_properties(device)
     return {
         "name": card.name,
         "memory_gib": round(card.total_memory / GiB, 1),
         "capability": f"{card.major}.{card.minor}",
-    }, known
+    }, installed
 
 
 def _rates(proof: Proof, dtype, rates) -> Gpu | None:

@@ -91,8 +91,8 @@ def as_at_full_length(width: int | None):
     def group(B: int, T: int, H: int, K: int) -> int:
         return groups(B, T, H, K) if K % width else width
 
-    def chunks(rows: int, row_bytes: int, room: int) -> tuple[tuple[int, int], ...]:
-        size = chunk_bounds(MANY, row_bytes, room)[0][1]
+    def chunks(rows: int, row_bytes: int, workspace: int) -> tuple[tuple[int, int], ...]:
+        size = chunk_bounds(MANY, row_bytes, workspace)[0][1]
         starts = range(0, rows, size)
         return tuple(zip(starts, [*starts[1:], rows]))
 

@@ -2,7 +2,8 @@
 only.
 """
 
-from hfpatch.lab.hardware import GiB
+from hfpatch.budget.limits import GiB
+from hfpatch.budget.limits import gib as gib
 
 UNITS = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", GiB: "GiB"}
 
@@ -13,11 +14,6 @@ def size(count: float) -> str:
     small = abs(count) < 10 * unit
     decimals = 0 if unit == 1 else 1 + small
     return f"{count / unit:.{decimals}f} {UNITS[unit]}"
-
-
-def gib(nbytes: float | None) -> str:
-    """Bytes of a machine as text: "12.3 GiB"; "unlimited" for None."""
-    return "unlimited" if nbytes is None else f"{nbytes / GiB:.1f} GiB"
 
 
 def seconds(value: float | None) -> str:

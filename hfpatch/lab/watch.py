@@ -7,8 +7,6 @@ import torch
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.layer.traits import runtimes_in
 
-GiB = 1 << 30
-
 
 def pinned_bytes(model) -> int:
     """Pinned host memory: the runtimes', and the caching host allocator's at its highest."""

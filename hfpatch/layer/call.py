@@ -186,8 +186,8 @@ class LayerCall(Kept):
             for call, above in zip(calls, calls[1:]):
                 if call is not bottom:
                     call.x = None
-                weights = self.runtime.weights.backward(call.layer, above.layer)
-                with weights, as_in_forward(call.state):
+                streamed = self.runtime.weights.backward(call.layer, above.layer)
+                with streamed, as_in_forward(call.state):
                     x = call.forward(x, keeping="all")[0]
         # [Step 3] The last output is this layer's input.
         self.x = self.on_device(x)
@@ -225,15 +225,15 @@ class LayerCall(Kept):
         many_tiles = len(self.bounds) > 1
         T = dy_BTD.shape[1]
         several = many_tiles or any(mixer.several(T) for mixer in self.attention.mixers)
-        weights = WeightGradients(self.state, several)
+        gradients = WeightGradients(self.state, several)
         with (
             streamed,  # the layer's frozen weights are on the device
             self._autocast(),  # the tiles run in the dtypes of the forward
-            weights,  # the modules are as in the forward; sums the weights' gradients
-            traced.for_backward(weights, many_tiles) as darguments,  # sums the arguments' gradients
+            gradients,  # the modules are as in the forward; sums the weights' gradients
+            traced.for_backward(gradients, many_tiles) as darguments,  # sums arguments' gradients
         ):
-            dx = self.run_backward(dy_BTD, dextras, need_x, weights, below)
-            weights.round()
+            dx = self.run_backward(dy_BTD, dextras, need_x, gradients, below)
+            gradients.round()
         # [Step 4] What no other pass needs is released.
         if not retain:
             self.release()
@@ -241,10 +241,10 @@ class LayerCall(Kept):
         self.passes = []
         if below is None and not queue.under_way:
             queue.drop_ring()
-        return dx, [*darguments, *weights.handed_over()]
+        return dx, [*darguments, *gradients.handed_over()]
 
-    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, below):
+    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, gradients, below):
         """dx or None. below: the call of the layer below, or None."""
         taken = sum(map(len, self.traced.left.values()))  # keys and values that later layers took
         n = len(dextras) - taken
-        return Backward(self, need_x, weights, dextras[:n], dextras[n:]).run(dy_BTD, below)
+        return Backward(self, need_x, gradients, dextras[:n], dextras[n:]).run(dy_BTD, below)

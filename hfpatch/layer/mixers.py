@@ -183,15 +183,15 @@ def _moved(ours, theirs, tokens: int) -> bool:
     return False
 
 
-def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
-    """Whether a change of one token in the arguments changes run()'s output at other tokens. known:
+def _mixes(run, args, kwargs, tokens: int, fixed: set) -> bool:
+    """Whether a change of one token in the arguments changes run()'s output at other tokens. fixed:
     ids of tensors that stay unchanged.
     """
 
     def changed(x):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        if id(x) in known or tokens not in x.shape:
+        if id(x) in fixed or tokens not in x.shape:
             return x
         x = x.clone()
         x.select(x.shape.index(tokens), TOKEN).normal_()
@@ -222,7 +222,7 @@ def calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
     return calls
 
 
-def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, int] | None:
+def find_mixers(layer: nn.Module, run, x_BTD: Tensor, fixed: set) -> dict[str, int] | None:
     """Finds the mixers of a layer: the smallest modules that, if answered with constants, leave a
     layer that mixes no tokens.
 
@@ -230,7 +230,7 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, i
         layer: the layer.
         run: runs the layer on x. It answers attention calls that are not part of a mixer.
         x_BTD: one row.
-        known: ids of the layer's other arguments.
+        fixed: ids of the layer's other arguments.
 
     Returns:
         name -> the number of unread values that the mixer returns after hidden states (Lightning
@@ -238,7 +238,7 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, i
         on [B, T, D], and return the same shape.
     """
     tokens = x_BTD.shape[1]
-    if not _mixes(run, (x_BTD,), {}, tokens, known):
+    if not _mixes(run, (x_BTD,), {}, tokens, fixed):
         return {}
     calls = calls_in(layer, run, x_BTD)
 
@@ -267,13 +267,13 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, i
                 continue
             module = layer.get_submodule(name)
             args, kwargs, _ = calls[name][0]
-            if not _mixes(module, args, kwargs, tokens, known):
+            if not _mixes(module, args, kwargs, tokens, fixed):
                 continue
             inner = within(f"{name}.")
             enough = inner and None not in inner.values()
             if enough:
                 with standing_in(layer, inner, constant):
-                    enough = not _mixes(module, args, kwargs, tokens, known)
+                    enough = not _mixes(module, args, kwargs, tokens, fixed)
             found |= inner if enough else {name: behind(name)}
         return found
 
@@ -281,4 +281,4 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, i
     if None in found.values():
         return None
     with standing_in(layer, found, constant):
-        return None if _mixes(run, (x_BTD,), {}, tokens, known) else found
+        return None if _mixes(run, (x_BTD,), {}, tokens, fixed) else found

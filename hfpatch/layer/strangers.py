@@ -60,10 +60,10 @@ def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
     return kind
 
 
-def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
-    """The name of a module in a layer that nobody knows, and why; None if there is none.
+def stranger_in(layer: nn.Module, kinds: frozenset[type]) -> str | None:
+    """The name of an unknown module in a layer, and why it is unknown; None if there is none.
 
-    known: the classes in the small instance (kinds_in). What is in an unknown module, or in one that
+    kinds: the classes in the small instance (kinds_in). What is in an unknown module, or in one that
     replaces a Linear, is not looked at.
     """
     todo = [(name, module, False) for name, module in modules_of(layer).items()]
@@ -83,7 +83,7 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
         replaces = as_made and not in_adapter and (dense_of(module) or _projects(module, kind))
         if replaces:  # a Linear
             continue
-        is_known = kind in known
+        is_known = kind in kinds
         if in_adapter:
             is_known = as_made and package in LIBRARIES
         if not is_known:

@@ -150,10 +150,10 @@ class Packed:
             strides = torch.empty_like(tensor, device="meta").stride()
             nbytes = tensor.numel() * tensor.element_size()
             # One place for two names of the same memory (an 8-bit weight and its state's).
-            known = id(tensor) if is_fake(tensor) else (tensor.data_ptr(), nbytes)
-            if starts.setdefault(known, self.nbytes) == self.nbytes:
+            key = id(tensor) if is_fake(tensor) else (tensor.data_ptr(), nbytes)
+            if starts.setdefault(key, self.nbytes) == self.nbytes:
                 self.nbytes += -(-nbytes // ALIGNED) * ALIGNED
-            self.pieces.append(_Piece(tensor, starts[known], nbytes, strides))
+            self.pieces.append(_Piece(tensor, starts[key], nbytes, strides))
         self.frozen = frozen_in(layer)
         if self.nbytes:
             self._to_host(transfers)

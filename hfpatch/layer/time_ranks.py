@@ -127,8 +127,8 @@ class RankTiles(TimeTiles):
             if rank == self.sequence.rank:
                 found[key] = self.own.popleft()
             else:
-                room = torch.empty(shape, dtype=dtype, device=self.device)
-                found[key] = self.sequence.receive(room, rank)
+                buffer = torch.empty(shape, dtype=dtype, device=self.device)
+                found[key] = self.sequence.receive(buffer, rank)
         return found
 
 
@@ -138,10 +138,10 @@ def _states_of(mixer, x_BtD: Tensor, rows: slice) -> list[tuple]:
     """
     x = x_BtD[rows, : chunk_of(mixer.module)]
     key = len(x), x.device, x.dtype, autocast_dtype(x.device.type)
-    known = _left_by.setdefault(mixer.module, {})
-    if key not in known:
+    layouts = _left_by.setdefault(mixer.module, {})
+    if key not in layouts:
         left = States()
         with torch.no_grad(), torch.random.fork_rng([x.device] * x.is_cuda):
             mixer.call(x, rows, 0, x.shape[1], left)
-        known[key] = [(name, state.shape, state.dtype) for name, state in left.after.items()]
-    return known[key]
+        layouts[key] = [(name, state.shape, state.dtype) for name, state in left.after.items()]
+    return layouts[key]

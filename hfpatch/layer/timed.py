@@ -80,8 +80,8 @@ class TimedCall(LayerCall):
 
     begin_passes = prefetch
 
-    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, below):
-        self.mixer.gradients = [weights]
+    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, gradients, below):
+        self.mixer.gradients = [gradients]
         self.mixer.unread = True
         dx = torch.empty_like(dy_BTD, memory_format=torch.contiguous_format) if need_x else None
         self.time.backward(self.mixer, None, dy_BTD, dx)

@@ -47,9 +47,9 @@ class TowerBlock:
     def forward(self, *args, **kwargs):
         known = vars(self).get("_hfpatch")
         x = args[0] if args else None
-        plain = known is None or torch.compiler.is_compiling() or not self.training
-        plain = plain or not isinstance(x, Tensor) or x.dim() < 2
-        if plain or needs_no_gradient(self, args, kwargs):
+        stock = known is None or torch.compiler.is_compiling() or not self.training
+        stock = stock or not isinstance(x, Tensor) or x.dim() < 2
+        if stock or needs_no_gradient(self, args, kwargs):
             return super().forward(*args, **kwargs)
 
         tower = known.runtime

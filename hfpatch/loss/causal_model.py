@@ -334,5 +334,5 @@ def _telling(kind: type) -> type:
 
 
 def _read_logits(out):
-    found = vars(out).get("logits")
-    return _say_once(_NONE) if found is None else found
+    logits = vars(out).get("logits")
+    return _say_once(_NONE) if logits is None else logits

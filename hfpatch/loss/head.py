@@ -115,9 +115,9 @@ def _replaced() -> str | None:
         (nn.functional, "cross_entropy"),
     )
     for home, name in parts:
-        found = whose(getattr(home, name))
-        if found != home.__name__:
-            return f"{name} is {found}'s"
+        owner = whose(getattr(home, name))
+        if owner != home.__name__:
+            return f"{name} is {owner}'s"
     return None
 
 

@@ -43,8 +43,8 @@ class TrlHead:
 
     @classmethod
     def of(cls, forward) -> "TrlHead | None":
-        found = trl_fused_head(forward)
-        return None if found is None else cls(forward, *found)
+        settings = trl_fused_head(forward)
+        return None if settings is None else cls(forward, *settings)
 
 
 def why_theirs(trl: TrlHead, head: nn.Module) -> str | None:

@@ -222,8 +222,8 @@ class Head:
     def __call__(self, *args, **kwargs):
         # None in a call from another thread.
         owner = current.target and current.target[0]
-        plain = kwargs or len(args) != 1 or autograd_mode() != self._mode
-        if owner is None or owner._hfpatch_head() is not self._head or plain:
+        stock = kwargs or len(args) != 1 or autograd_mode() != self._mode
+        if owner is None or owner._hfpatch_head() is not self._head or stock:
             return self._head(*args, **kwargs)
         return Logits(owner, *args, autocast_dtype(args[0].device.type))
 

@@ -17,7 +17,7 @@ LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# overload -> its plain version: for the simulator, which follows allocations inside an op.
+# overload -> the op in plain torch: for the simulator, which follows allocations inside an op.
 IMPLEMENTATIONS: dict = {}
 
 
@@ -48,7 +48,7 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def define(
     schema: str,
-    plain: Callable,
+    reference: Callable,
     kernel: str,
     fake: Callable | None = None,
     *,
@@ -60,7 +60,7 @@ def define(
     Args:
         schema: without namespace and default values. The dispatcher strips defaults from calls, and
             restoring them costs time.
-        plain: the op in plain torch.
+        reference: the op in plain torch.
         kernel: "file.launcher" in hfpatch/kernels, which runs where a kernel serves the op's
             floating-point tensors. The launcher takes the results to fill before the op's
             arguments.
@@ -79,7 +79,7 @@ def define(
     def run(*args):
         tensors = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
         if not tensors[0].numel() or not use_kernel(*tensors):
-            return plain(*args)
+            return reference(*args)
         launch = getattr(importlib.import_module(f"hfpatch.kernels.{file}"), launcher)
         if fake is None:
             return launch(*args)
@@ -96,7 +96,7 @@ def define(
             full_name, backward, setup_context=setup_context, lib=LIBRARY
         )
     op = getattr(torch.ops.hfpatch, name).default
-    IMPLEMENTATIONS[op] = plain
+    IMPLEMENTATIONS[op] = reference
     return op
 
 

@@ -18,7 +18,7 @@ TorchDispatchMode that follows allocations sees it, also over fake tensors. Unde
 ops run outside the graph.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,9 @@ from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_
 from hfpatch.ops._linear_ce_weight import WeightGrad
 from hfpatch.ops._wide_sums import on_cuda, sums_in_matmul
 
-Head = Sequence  # hidden_ND, weight_VD, bias_V
+HeadTensors = tuple | list  # hidden_ND, weight_VD, bias_V
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # dX, dW, dbias
-Kept = tuple[Tensor | None, int]  # see kept_tokens
+KeptTokens = tuple[Tensor | None, int]  # see kept_tokens
 # More workspace bytes per token for entropy and related values: three numbers, twice, and the
 # backward's factors.
 STATS_BYTES_PER_TOKEN = 56
@@ -85,7 +85,7 @@ def _count_labels(labels_N: Tensor, ignored_N: Tensor, vocab_size: int, opts: Op
     return num_valid
 
 
-def kept_tokens(labels_N: Tensor, vocab_size: int, opts: Options) -> Kept:
+def kept_tokens(labels_N: Tensor, vocab_size: int, opts: Options) -> KeptTokens:
     """Which tokens go through the matmuls.
 
     Returns:
@@ -104,12 +104,12 @@ def kept_tokens(labels_N: Tensor, vocab_size: int, opts: Options) -> Kept:
 
 
 def sweep(
-    head: Head,
+    head: HeadTensors,
     labels_N: Tensor,
     rows_KM: Tensor,
-    kept: Kept,
+    kept: KeptTokens,
     opts: Options,
-    needs: Sequence[bool],
+    needs: tuple[bool, ...],
     op: Callable,
     *options,
 ) -> Grads:
@@ -139,15 +139,15 @@ def sweep(
     row_bytes = max(1, width) * dtype.itemsize
     token_bytes = LOSS_BYTES_PER_TOKEN
     scratch_bytes = opts.workspace_bytes // 16
-    room = opts.workspace_bytes
+    workspace = opts.workspace_bytes
     if order_M is not None or hidden_ND.dtype != dtype:  # copies of rows and of their dX
         row_bytes += hidden_size * (1 + need_dx) * dtype.itemsize
     if need_dw and wide != dtype and not sums_in_matmul(hidden_ND, dtype):  # dW upcasts
         row_bytes += hidden_size * wide.itemsize
-        room -= scratch_bytes
+        workspace -= scratch_bytes
     if len(rows_KM) > 4:
         token_bytes += STATS_BYTES_PER_TOKEN
-    bounds = chunk_bounds(count, row_bytes, room - len(labels_N) * token_bytes)
+    bounds = chunk_bounds(count, row_bytes, workspace - len(labels_N) * token_bytes)
 
     # [Step 2] The operands in the logits' dtype, the logits' buffer, the gradients.
     weight_work_VD = weight_VD.to(dtype)
@@ -201,17 +201,17 @@ def sweep(
 
 
 def forward_pass(
-    head: Head,
+    head: HeadTensors,
     labels_N: Tensor,
     scale: Tensor,
     opts: Options,
-    needs: Sequence[bool] = (False,) * 3,
+    needs: tuple[bool, ...] = (False,) * 3,
     *,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     stats: bool = False,
     best: bool = False,
-) -> tuple[Tensor, Kept, Grads]:
+) -> tuple[Tensor, KeptTokens, Grads]:
     """The loss and other outputs from logits computed once.
 
     Args:
@@ -274,8 +274,8 @@ def prepare(
         (hidden_ND, labels_N, opts). The logits' dtype is that of F.linear under the current
         autocast.
     """
-    wanted = tuple(hidden.shape[:-1])
-    found = tuple(labels.shape)
+    expected = tuple(hidden.shape[:-1])
+    shape = tuple(labels.shape)
     b = weight if bias is None else bias
     dtypes = hidden.dtype, weight.dtype, b.dtype
     cast = None if torch.float64 in dtypes[:2] else autocast_dtype(hidden.device.type)
@@ -293,12 +293,12 @@ def prepare(
         (not fits,
          "hidden, weight and bias must have one dtype, a floating-point one, got {}. Dequantise or "
          "cast them, or use torch.autocast", dtypes),
-        (found != wanted, "labels must have shape {}, got {}. Give one label for each row",
-         wanted, found),
+        (shape != expected, "labels must have shape {}, got {}. Give one label for each row",
+         expected, shape),
         (labels.dtype not in (torch.int64, torch.int32),
          "labels must be int64 or int32, got {}. For class probabilities use "
          "torch.nn.functional.cross_entropy", labels.dtype),
-        (shift and not wanted, "shift needs labels [..., T], got a scalar. Leave shift out"),
+        (shift and not expected, "shift needs labels [..., T], got a scalar. Leave shift out"),
         (num_valid is not None and num_valid < 0,
          "num_valid must be 0 or more, got {}. Count the labels that are not ignore_index",
          num_valid),

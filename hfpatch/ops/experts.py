@@ -248,9 +248,9 @@ def _routed(ids_NK: Tensor, w_NK: Tensor, b2_ED: Tensor) -> Tensor:
     """The routing weights as a matrix [N, E]."""
     E = b2_ED.shape[0]
     columns = (E // 8 + 1) * 8  # one more than E for other ranks' experts; rows of whole 16 bytes
-    found = b2_ED.new_zeros(len(ids_NK), columns)
-    found.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))
-    return found[:, :E]
+    weights_NC = b2_ED.new_zeros(len(ids_NK), columns)
+    weights_NC.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))
+    return weights_NC[:, :E]
 
 
 def _up(x, w_EOI, A, B, offs):

@@ -81,13 +81,13 @@ class Shards:
 
     def bounds(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The range of each tile [a, b) in mine()'s result; the same lengths on every rank."""
-        found = []
+        parts = []
         start = 0
         for a, b in bounds:
             length = -(-(b - a) // self.world)
-            found.append((start, start + length))
+            parts.append((start, start + length))
             start += length
-        return found
+        return parts
 
     def mine(self, x_BTD: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
         """This rank's part of every tile, concatenated; zeros fill a tile that does not divide

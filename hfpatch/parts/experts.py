@@ -82,8 +82,8 @@ def weights_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
         return None
     pair = (module.gate_up_proj, module.down_proj)
     for w in pair:
-        plain = w.__class__ in (Tensor, nn.Parameter) or is_fake(w)  # no DTensor, none of torchao's
-        if not plain or w.dim() != 3 or w.dtype not in (*KERNEL_DTYPES, torch.float64):
+        dense = w.__class__ in (Tensor, nn.Parameter) or is_fake(w)  # no DTensor, none of torchao's
+        if not dense or w.dim() != 3 or w.dtype not in (*KERNEL_DTYPES, torch.float64):
             return None
     return pair
 

@@ -77,10 +77,12 @@ def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
     if list(inspect.signature(kind.forward).parameters)[2:]:
         return "its forward takes more than hidden states"
     weighted = parameters_of(norm).get("weight") is not None
-    found = _norm_variant(kind, kind.forward, eps, getattr(norm, eps), weighted, _plain_items(norm))
-    if found is None:
+    variant = _norm_variant(
+        kind, kind.forward, eps, getattr(norm, eps), weighted, _plain_items(norm)
+    )
+    if variant is None:
         return "it computes something else than the fused norm"
-    return FusedRMSNorm, {"_hfpatch": found}
+    return FusedRMSNorm, {"_hfpatch": variant}
 
 
 def _plain_items(module: nn.Module) -> tuple:
@@ -158,12 +160,12 @@ class FusedMLP:
         if not activation_as_found(self):
             return super().forward(x)
         made = [getattr(self, name)(x) for name in self._hfpatch.gates]
-        noted, known = current.gate_up
+        noted, kept = current.gate_up
         if noted is not None:
             noted[:] = made
-        if known:
+        if kept:
             # The kept values. Their gradients go to the projections, whose values are unread.
-            made = [_InPlaceOf.apply(k, y) for k, y in zip(known, made, strict=True)]
+            made = [_InPlaceOf.apply(k, y) for k, y in zip(kept, made, strict=True)]
         if len(made) == 1:
             made = made[0].chunk(2, dim=-1)
         gate, up = made
@@ -207,10 +209,10 @@ _FusedTwin = type(
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     """(fused class, its attributes) for this MLP, or the reason why it keeps its class."""
     modules = dict(modules_of(mlp))
-    found = [names for names in _GATES if modules.keys() >= {*names, "down_proj"}]
-    if not found or parameters_of(mlp):
+    matching = [names for names in _GATES if modules.keys() >= {*names, "down_proj"}]
+    if not matching or parameters_of(mlp):
         return "no gated MLP"
-    gates = found[0]
+    gates = matching[0]
     generator = torch.Generator().manual_seed(0)
     for name in (*gates, "down_proj"):
         n_in, n_out = _SIZES[name]

@@ -29,8 +29,8 @@ def base_of(module: nn.Module) -> nn.Module | None:
         return module
     kind = type(module)
     lora = "peft.LoraLayer" in kinds_of(kind) and kind.__module__.startswith("peft.tuners.lora")
-    plain = lora and not getattr(module, "lora_variant", None)
-    return base_of(base) if plain else None
+    ordinary = lora and not getattr(module, "lora_variant", None)
+    return base_of(base) if ordinary else None
 
 
 def _four_bits(module, dtype) -> Tensor:

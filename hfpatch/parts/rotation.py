@@ -63,8 +63,8 @@ def rotation(theirs):
     itself."""
 
     def rotate(q, k, cos, sin, *args, **kwargs):
-        plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3
-        if not plain or cos.shape[-1] != q.shape[-1]:
+        standard = not args and not kwargs and q.ndim == 4 and cos.ndim == 3
+        if not standard or cos.shape[-1] != q.shape[-1]:
             return theirs(q, k, cos, sin, *args, **kwargs)
         if is_unread(q) and is_unread(k):
             return UnreadRotation.apply(q, k, cos, sin)

@@ -148,23 +148,23 @@ def skippable(layer: nn.Module, names) -> list[tuple]:
         layer: the decoder layer.
         names: names of Linears in it, or of adapters around Linears.
     """
-    found = []
+    modules = []
     for name in dict.fromkeys(names):
         if as_found(layer, name):
             named = layer.get_submodule(name)
             module = base_of(named)
             if can_go_without(module):
-                found.append((module, module is not named, experts.layout_of(module)))
-    return found
+                modules.append((module, module is not named, experts.layout_of(module)))
+    return modules
 
 
 def skipping(
-    found: list, device: str = "cpu", value: float = 0.0, adding=None, contiguous=False
+    modules: list, device: str = "cpu", value: float = 0.0, adding=None, contiguous=False
 ) -> list:
     """Forwards that skip the matmul, to replace those of these modules.
 
     Args:
-        found: the modules, from `skippable`.
+        modules: those of `skippable`.
         device: the type of the device.
         value: the constant that they return.
         adding: see add_up.
@@ -177,7 +177,7 @@ def skipping(
     if autocast_dtype(device) is not None:  # autocast casts inside F.linear
         return []
     pairs = []
-    for module, of_adapter, layout in found:
+    for module, of_adapter, layout in modules:
         if layout is not None:
             run = partial(experts.run, module, layout=layout, value=value, adding=adding)
         else:
@@ -201,11 +201,11 @@ def add_up(layer: nn.Module, skipped: list, device: str, adding) -> list:
     if autocast_dtype(device) is not None:
         return []
     taken = {id(m) for m, _ in skipped}
-    found = []
+    pairs = []
     for module in modules_in(layer):
-        plain = isinstance(module, nn.Linear) and type(module).forward is LINEAR
-        if not plain or id(module) in taken or not can_go_without(module):
+        is_linear = isinstance(module, nn.Linear) and type(module).forward is LINEAR
+        if not is_linear or id(module) in taken or not can_go_without(module):
             continue
         if adding(module.weight) is not None:
-            found.append((module, partial(_adding_forward, module, adding)))
-    return found
+            pairs.append((module, partial(_adding_forward, module, adding)))
+    return pairs

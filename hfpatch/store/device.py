@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.budget.free import hold
+from hfpatch.budget.limits import gib
 from hfpatch.compat import has_values
 
 
@@ -33,7 +34,7 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
         memory = mmap.mmap(-1, nbytes, **flags)
     except OSError as error:
         raise MemoryError(
-            f"hfpatch: the system could not give {nbytes / 2**30:.2f} GiB of host memory: {error}. "
+            f"hfpatch: the system could not give {gib(nbytes, 2)} of host memory: {error}. "
             "Give the container more memory, or use Checkpointing(every=2) or "
             "Checkpointing(offload='/a/directory')."
         ) from error
@@ -171,7 +172,7 @@ class Speed:
 
     def __init__(self, device: Device):
         self.device = device
-        self.found = 0.0
+        self.rate = 0.0
         self.copy: list | None = None  # [bytes, event before, event after]
 
     def begin(self, nbytes: int) -> None:
@@ -186,9 +187,9 @@ class Speed:
         """Of the last copy that was timed; 0 before one."""
         took = self.copy and len(self.copy) == 3 and seconds_between(*self.copy[1:])
         if took:
-            self.found = self.copy[0] / took
+            self.rate = self.copy[0] / took
             self.copy = None
-        return self.found
+        return self.rate
 
 
 class Block:

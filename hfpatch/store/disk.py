@@ -59,13 +59,13 @@ class DiskDirectory:
         # [host memory, event of its copy to the device], the oldest first
         self.landing: deque[list] = deque()
 
-    def _jobs(self, work, file: File, at: int, loan: Loan, start: int, stop: int, *given) -> list:
+    def _jobs(self, work, file: File, at: int, loan: Loan, start: int, stop: int, *args) -> list:
         """Threads that move bytes start to stop of the loan, from byte `at` of the file on."""
         jobs = []
         for a in range(start, stop, PIECE):
             bounds = (a, min(a + PIECE, stop))
             place = at + a - start
-            jobs.append(self.threads.submit(work, file, place, loan, bounds, *given))
+            jobs.append(self.threads.submit(work, file, place, loan, bounds, *args))
         return jobs
 
     # -- writing -----------------------------------------------------------------------------------

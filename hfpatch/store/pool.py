@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hfpatch.budget.free import rank_host_free
+from hfpatch.budget.limits import gib
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.store.device import Block, Device
 
@@ -96,7 +97,7 @@ class HostPool:
         if block.status:
             self.pinned = False
             warnings.warn(
-                f"hfpatch: CUDA could not pin {nbytes / 2**30:.2f} GiB of host memory "
+                f"hfpatch: CUDA could not pin {gib(nbytes, 2)} of host memory "
                 f"({block.status}); copies run from pageable memory, more slowly. Give the "
                 "container more memory (or locked memory, ulimit -l), or use "
                 "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",

@@ -367,8 +367,8 @@ class FetchQueue(Ring):
     def _fill(self) -> None:
         while self.pending and self.free:
             owner, pieces = self.pending[0]
-            given = owner.destinations(pieces)
-            ticket = self.transfers.fetch(given, self.free.popleft(), self.free)
+            destined = owner.destinations(pieces)
+            ticket = self.transfers.fetch(destined, self.free.popleft(), self.free)
             self.under_way.append((owner, ticket))
             self.pending.popleft()
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import torch
 from transformers import TrainerCallback
 
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import names_the_nearest
 from hfpatch.compat import parallelism_config, reference_of
 from hfpatch.context.classes import inner_model, is_patched
-from hfpatch.lab.hardware import GiB, gpu_named
+from hfpatch.lab.hardware import gpu_named
 from hfpatch.planner.measure import matmul_rate
 from hfpatch.planner.show import beyond_positions
 from hfpatch.report import say
@@ -126,8 +127,8 @@ class Callback(TrainerCallback):
             handler = trainer.callback_handler
             handler.callbacks = [self, *(c for c in handler.callbacks if c is not self)]
         # FSDP1 and compile wrap the model. model_init makes another one, which it may have patched.
-        known = (module is self._applied() or is_patched(module) for module in model.modules())
-        if self.apply and not any(known):
+        patched = (module is self._applied() or is_patched(module) for module in model.modules())
+        if self.apply and not any(patched):
             raise ValueError(
                 "hfpatch: the model that trains is not the one that Trainer was made with. Pass "
                 "Callback(apply=True) in Trainer(callbacks=[...]), and with model_init call "
@@ -284,7 +285,7 @@ def peak_flops(device, dtype: torch.dtype) -> float | None:
     device = torch.device(device)
     if device.type == "cpu":
         return None
-    known = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if known is None or dtype not in (torch.bfloat16, torch.float16):
+    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if gpu is None or dtype not in (torch.bfloat16, torch.float16):
         return matmul_rate(device, dtype)
-    return known.peak_flops
+    return gpu.peak_flops

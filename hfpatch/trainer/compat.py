@@ -1,5 +1,6 @@
-"""Private names of accelerate, of transformers' Trainer and of verl that the trainer alone needs,
-each with a fallback for a version without the name (hfpatch/compat/ has the core's).
+"""Private names of accelerate, of transformers' Trainer and of verl that the trainer alone needs
+(hfpatch/compat/ has the core's). What refuses or deals rows by name stays as it is in a version
+without the name; verl's is required.
 """
 
 import sys
@@ -42,24 +43,18 @@ def deals_for_any_attention(trainer, shares) -> None:
     trainer._prepare_context_parallel_inputs = dealing
 
 
-def skips_by_itself(kind: type) -> None:
-    """Makes Trainer call `skipping(n)` on loaders of this kind when it resumes in the middle of an
-    epoch."""
-    from transformers import trainer
+def skips_by_itself(trainer, kind: type) -> None:
+    """Makes a Trainer call `skipping(n)` on a loader of this kind when it resumes in the middle of
+    an epoch. Its module's name for accelerate's function differs only while this Trainer trains."""
+    from accelerate import skip_first_batches
 
-    before = getattr(trainer, "skip_first_batches", None)
-    if before is None or hasattr(before, "_hfpatch"):
-        return
+    def skip(loader, num_batches=0):
+        if type(loader) is kind:
+            return loader.skipping(num_batches)
+        return skip_first_batches(loader, num_batches)
 
-    def skip_first_batches(loader, num_batches=0):
-        return (
-            loader.skipping(num_batches)
-            if isinstance(loader, kind)
-            else before(loader, num_batches)
-        )
-
-    skip_first_batches._hfpatch = True
-    trainer.skip_first_batches = skip_first_batches
+    while_it_trains = for_now(sys.modules["transformers.trainer"], skip_first_batches=skip)
+    trainer._inner_training_loop = while_it_trains(trainer._inner_training_loop)
 
 
 def is_sharded_by_zero3(parameter) -> bool:

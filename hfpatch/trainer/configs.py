@@ -39,11 +39,11 @@ def find(name_or_path: str) -> Path:
     for folder in folders:
         if (folder / f"{name_or_path}.json").is_file():
             return folder / f"{name_or_path}.json"
-    known = sorted({p.stem for folder in folders for p in folder.glob("*.json")})
+    names = sorted({p.stem for folder in folders for p in folder.glob("*.json")})
     raise ValueError(
         f"hfpatch: there is no placement {name_or_path!r}."
-        f"{did_you_mean(name_or_path, [*PLACEMENTS, *known])} Give a JSON file or one of "
-        f"{', '.join(dict.fromkeys(['auto', *PLACEMENTS, *known]))}."
+        f"{did_you_mean(name_or_path, [*PLACEMENTS, *names])} Give a JSON file or one of "
+        f"{', '.join(dict.fromkeys(['auto', *PLACEMENTS, *names]))}."
     )
 
 

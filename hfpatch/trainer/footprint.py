@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM
 
+from hfpatch.budget.limits import gib
 from hfpatch.lab.hardware import Gpu, gpu_named
-from hfpatch.lab.tables import gib
 from hfpatch.planner.machine import card, gpu_limit, host_limit
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import Adapters, plan
@@ -23,7 +23,7 @@ def check(config, model, data, args, say):
     """
     gpu = this_gpu(args)
     if gpu is None:
-        _expect_room(config, model, args)
+        _expect_memory(config, model, args)
     if gpu is None or model.impl == "liger":
         return None
     placement = placement_of(config, model, args)
@@ -48,7 +48,7 @@ def check(config, model, data, args, say):
     )
     if not found.fits:
         raise ValueError(
-            f"hfpatch: the planned step must fit, and takes {memory}. Change the run or the "
+            f"hfpatch: the planned step must fit, got {memory}. Change the run or the "
             f"machine{_ways(found)}."
         )
     say(f"hfpatch: planned: {str(found).splitlines()[0]}")
@@ -66,7 +66,7 @@ def _ways(found) -> str:
     return f", for example by {said}" if said else ""
 
 
-def _expect_room(config, model, args) -> None:
+def _expect_memory(config, model, args) -> None:
     """ValueError for a CPU that cannot hold what stays between steps: the machine would stop the
     run without a word while its weights load."""
     engine = placement_of_engine(model.placement or "gpu8bit") not in _OF_ONE_PROCESS
@@ -81,12 +81,11 @@ def _expect_room(config, model, args) -> None:
     states = 2 if "adamw" in args.optim and "8bit" not in args.optim else 0
     tensors = 1 if model.lora_r else 2 + states
     nbytes = tensors * dtype_of(config, model).itemsize * count
-    room = host_limit()
-    if room is not None and nbytes > room:
+    memory = host_limit()
+    if memory is not None and nbytes > memory:
         raise ValueError(
-            f"hfpatch: the run must fit this machine's {gib(room)}, and "
-            f"{count:,} parameters take {gib(nbytes)} with what trains them. Take a "
-            "smaller model, --lora_r 16, or a GPU."
+            f"hfpatch: {count:,} parameters and what trains them must fit this machine's "
+            f"{gib(memory)}, got {gib(nbytes)}. Take a smaller model, --lora_r 16, or a GPU."
         )
 
 
@@ -101,8 +100,8 @@ def this_gpu(args) -> Gpu | None:
     if args.device.type != "cuda":
         return None
     memory = gpu_limit(args.device)
-    known = gpu_named(torch.cuda.get_device_name(args.device)) or card(gib(memory))
-    return replace(known, memory_bytes=memory)
+    gpu = gpu_named(torch.cuda.get_device_name(args.device)) or card(gib(memory))
+    return replace(gpu, memory_bytes=memory)
 
 
 def placement_of(config, model, args) -> str:

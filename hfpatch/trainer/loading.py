@@ -83,14 +83,14 @@ def _overrides(model) -> dict:
     decided = {"pad_token_id", "bos_token_id", "eos_token_id"}
     if model.train_tokenizer:
         decided.add("vocab_size")
-    known = {*inspect.signature(LlamaConfig).parameters} - decided
-    known -= {*inspect.signature(PretrainedConfig).parameters}
+    settable = {*inspect.signature(LlamaConfig).parameters} - decided
+    settable -= {*inspect.signature(PretrainedConfig).parameters}
     for name in values:
-        if name not in known:
+        if name not in settable:
             who = "the tokenizer decides it" if name in decided else "LlamaConfig has no such size"
             raise ValueError(
                 f"hfpatch: --config_overrides cannot set {name!r}: {who}. Leave it out."
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, settable)}"
             )
     return values
 

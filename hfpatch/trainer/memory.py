@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from hfpatch.budget.free import ALLOCATOR, GROWS, expandable_segments
+from hfpatch.budget.limits import gib
 from hfpatch.budget.policy import TILES
-from hfpatch.lab.tables import gib
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.traits import runtimes_in
 from hfpatch.report import say

@@ -10,8 +10,8 @@ def windows_of(config) -> dict[int, int]:
     """How many layers of a text config see how many tokens (0: all)."""
     config = config.get_text_config()
     wide = getattr(config, "sliding_window", None) or 0
-    every = "sliding_attention" if wide else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
+    default = "sliding_attention" if wide else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     sees = {"full_attention": 0, "sliding_attention": wide}
     return dict(Counter(sees[kind] for kind in kinds if kind in sees))
 

@@ -22,16 +22,16 @@ def rounded_to_nearest(optimizer) -> str:
     asked = getattr(optimizer, "defaults", {})
     if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
         return ""
-    weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    trained = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
     half = [
         p
-        for p in weights
+        for p in trained
         if p.dtype in (torch.bfloat16, torch.float16) and not is_sharded_by_zero3(p)
     ]
     if not half:
         return ""
     return (
-        f"hfpatch: {len(half)} of {len(weights)} trained tensors are "
+        f"hfpatch: {len(half)} of {len(trained)} trained tensors are "
         f"{str(half[0].dtype).removeprefix('torch.')} alone, and {type(optimizer).__name__} loses "
         'updates below about 1/512 of a weight. Pass optim="adamw_torch_8bit", '
         'optim_args="bf16_stochastic_round=True" to TrainingArguments (pip install torchao), or '

@@ -37,31 +37,31 @@ def cut(lengths, limit: int, *, long_rows: str = "split") -> list[Piece]:
 def pack(pieces, limit: int) -> list[list[Piece]]:
     """Best-fit decreasing: rows of at most `limit` tokens, each a list of pieces. Deterministic.
 
-    The longest piece first, each into the fullest row with room. At most 22% more rows than the
+    The longest piece first, each into the fullest row with space. At most 22% more rows than the
     best packing (Johnson 1974), in practice within a percent or two.
     """
-    rooms: list[int] = []  # the room left of the rows that have any, ascending
-    rows_with: dict[int, list[int]] = {}  # room left -> those rows
+    spaces: list[int] = []  # the tokens left of the rows that have any, ascending
+    rows_with: dict[int, list[int]] = {}  # tokens left -> those rows
     rows: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda p: -p.length):  # stable: equal lengths keep their order
-        at = bisect.bisect_left(rooms, piece.length)
-        if at == len(rooms):
+        at = bisect.bisect_left(spaces, piece.length)
+        if at == len(spaces):
             row = len(rows)
-            room = limit
+            space = limit
             rows.append([])
         else:
-            room = rooms[at]
-            row = rows_with[room].pop()
-            if not rows_with[room]:
-                del rows_with[room]
-                rooms.pop(at)
+            space = spaces[at]
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                del rows_with[space]
+                spaces.pop(at)
         rows[row].append(piece)
-        left = room - piece.length
-        if left:
-            if left not in rows_with:
-                rows_with[left] = []
-                bisect.insort(rooms, left)
-            rows_with[left].append(row)
+        new_space = space - piece.length
+        if new_space:
+            if new_space not in rows_with:
+                rows_with[new_space] = []
+                bisect.insort(spaces, new_space)
+            rows_with[new_space].append(row)
     return rows
 
 

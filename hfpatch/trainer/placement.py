@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from hfpatch.budget.limits import environment_number
+from hfpatch.budget.limits import environment_number, gib
 from hfpatch.lab.hardware import CONTEXT_BYTES, GPUS
-from hfpatch.lab.tables import gib
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import plan
 from hfpatch.trainer import configs

@@ -131,7 +131,7 @@ def _of_files(files, data):
                     f"hfpatch: {file} cannot be read ({error.strerror}). Check it."
                 ) from error
             cause = " ".join(str(error.__cause__ or error).split())[:200]
-            yield str(file), chat.BadRow(f"the rows after {at or 'its begin'} are lost: {cause}")
+            yield str(file), chat.BadRow(f"rows after {at or 'its start'} cannot be read: {cause}")
 
 
 def _opened(file: Path):

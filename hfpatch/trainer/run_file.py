@@ -108,25 +108,25 @@ def read(path: Path) -> dict[str, tuple]:
         ) from error
     if not isinstance(written, dict):
         raise ValueError(f"hfpatch: {path} must hold keys and values. Correct the file.")
-    known = keys()
+    valid = keys()
     found = {}
     for key, value in written.items():
         name = key.replace("-", "_")
-        if name not in known:
+        if name not in valid:
             raise ValueError(
                 f"hfpatch: {path} has an unknown key {key!r}."
-                f"{did_you_mean(key, sorted(known)) or ' See hfpatch train --help.'}"
+                f"{did_you_mean(key, sorted(valid)) or ' See hfpatch train --help.'}"
             )
         found[name] = (value, typed[key])
     return found
 
 
-def words(name: str, known) -> list[str]:
+def words(name: str, flags) -> list[str]:
     """The file as words of a command line.
 
     Args:
         name: a path, or the name of a file that comes with the package.
-        known: the command's flags; what belongs to training alone is left out.
+        flags: the command's flags; what belongs to training alone is left out.
 
     Raises:
         ValueError: the file cannot be read, or a key is unknown.
@@ -134,9 +134,9 @@ def words(name: str, known) -> list[str]:
     found = []
     for key, (value, _) in read(find(name)).items():
         flag = FLAGS.get(key)
-        if key in EXTENDS and EXTENDED in known:
+        if key in EXTENDS and EXTENDED in flags:
             found.append(EXTENDED)
-        if flag not in known:
+        if flag not in flags:
             continue
         given = value if isinstance(value, list) else [value]
         if key in BITS:

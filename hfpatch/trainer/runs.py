@@ -48,12 +48,12 @@ def begin(folder: str, resume) -> str | None:
 
 def record(config, model, data, args, digest: str) -> dict:
     """What a resumed run must share with the earlier one."""
-    plain = lambda value: str(getattr(value, "value", value))  # noqa: E731
+    as_text = lambda value: str(getattr(value, "value", value))  # noqa: E731
     together = getattr(args.parallelism_config, "non_data_parallel_size", 1)
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
     found = {name: getattr(config, name, None) for name in _MODEL}
     found |= {name: getattr(data, name) for name in _DATA}
-    found |= {name: plain(getattr(args, name)) for name in _ARGS}
+    found |= {name: as_text(getattr(args, name)) for name in _ARGS}
     found |= {name: getattr(model, name) for name in ("lora_r", "load_in_4bit", "load_in_8bit")}
     return found | {"data": digest, "batch": batch * (args.world_size // together)}
 

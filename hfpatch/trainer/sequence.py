@@ -66,7 +66,6 @@ class SharedRows:
         self.loader = loader
         self.sequence = sequence
         self.skip = skip
-        skips_by_itself(SharedRows)
 
     def __getattr__(self, name):
         if name in ("loader", "sequence", "skip"):  # not set yet in a copy
@@ -143,13 +142,14 @@ def share_rows(trainer) -> None:
     if config is None or not (config.sp_enabled or config.cp_enabled):
         return
     deals_for_any_attention(trainer, shares_exactly)
+    skips_by_itself(trainer, SharedRows)
 
-    def prepare_told(*given, **known):
+    def prepare_told(*args, **kwargs):
         with ExitStack() as told:
             told.enter_context(unless_shared(shares_exactly))
-            for model in given:
+            for model in args:
                 if hasattr(model, "config") and hasattr(model.config, "get_text_config"):
                     told.enter_context(_heads_told(model.config.get_text_config()))
-            return prepare(*given, **known)
+            return prepare(*args, **kwargs)
 
     accelerator.prepare = prepare_told

@@ -20,7 +20,7 @@ def loaded(module) -> None:
 
 
 def _patch_trainer(cls) -> None:
-    """Each later Trainer gets `hfpatch.Callback(apply=...)`, and refuses to train a plain model."""
+    """Each later Trainer gets `hfpatch.Callback(apply=...)`, and refuses to train a stock model."""
     init = cls.__init__
     train = cls.train
 
@@ -42,7 +42,7 @@ def _patch_trainer(cls) -> None:
                 if hasattr(callback, "_hfpatch_refused"):
                     raise callback._hfpatch_refused
             where = f"{type(self).__name__}.train()"
-            raise _plain(self.model, where, "make the Trainer with it")
+            raise _unpatched_error(self.model, where, "make the Trainer with it")
         marks.mark_trained()
         return train(self, *args, **kwargs)
 
@@ -51,7 +51,7 @@ def _patch_trainer(cls) -> None:
 
 
 def _patch_accelerator(cls) -> None:
-    """`prepare` refuses a plain decoder beside an optimizer: a training loop written by hand."""
+    """`prepare` refuses a stock decoder beside an optimizer: a training loop written by hand."""
     prepare = cls.prepare
 
     @functools.wraps(prepare)
@@ -60,8 +60,8 @@ def _patch_accelerator(cls) -> None:
             for model in args:
                 if _is_patched(model):
                     marks.mark_trained()
-                elif _is_plain_decoder(model):
-                    raise _plain(model, "Accelerator.prepare()", "prepare it")
+                elif _is_stock_decoder(model):
+                    raise _unpatched_error(model, "Accelerator.prepare()", "prepare it")
         return prepare(self, *args, **kwargs)
 
     cls.prepare = patched_prepare
@@ -96,7 +96,7 @@ def _is_patched(model) -> bool:
     return any(map(is_patched, getattr(model, "modules", tuple)()))
 
 
-def _is_plain_decoder(model) -> bool:
+def _is_stock_decoder(model) -> bool:
     from hfpatch.decoder.find import find_decoder
 
     if not hasattr(model, "named_parameters"):
@@ -110,7 +110,7 @@ def _is_optimizer(found) -> bool:
     return hasattr(found, "param_groups") or type(found).__name__ == "DummyOptim"
 
 
-def _plain(model, where: str, then: str) -> ValueError:
+def _unpatched_error(model, where: str, then: str) -> ValueError:
     return ValueError(
         f"hfpatch: {where} got a stock {type(model).__name__} under `hfpatch run`. Call "
         f"hfpatch.apply(model) before you {then}."

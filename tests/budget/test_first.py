@@ -3,9 +3,8 @@
 import pytest
 
 from hfpatch.budget.first import first_policy, first_tile, step_bytes
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import Checkpointing
-
-GiB = 1 << 30
 
 
 def first(rows=131072, settings=None, **sizes):

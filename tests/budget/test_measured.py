@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.measured import Abilities, Kind, Line, StepSizes, climb
 from hfpatch.budget.policy import LEAST, Checkpointing
 
-GiB = 2**30
 # A step of 10 layers: one that keeps all takes KEPT a token, a tile's backward TILE a token, the
 # loss LOSS; GRADIENTS are left.
 KEPT, TILE, LOSS, GRADIENTS, LAYERS = 100_000, 150_000, 2 * GiB, 3 * GiB, 10

@@ -12,14 +12,13 @@ import torch
 
 from hfpatch.budget import free as memory
 from hfpatch.budget.cuts import tile_bounds
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import (
     Checkpointing,
     auto_tile,
     parse_checkpointing,
 )
 from hfpatch.planner.machine import gpu_limit, host_limit
-
-GiB = 2**30
 
 
 def test_settings_take_a_directory(tmp_path):

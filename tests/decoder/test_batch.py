@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfpatch.decoder.batch import Given, StackTraits, decide
+from hfpatch.decoder.batch import Inputs, StackTraits, decide
 
 B, T = 2, 8
 TOKENS = torch.zeros(B, T, dtype=torch.long)
@@ -18,13 +18,13 @@ def config(attention="sdpa", **settings):
     return SimpleNamespace(_attn_implementation=attention, **settings)
 
 
-def given(**arguments) -> Given:
+def given(**arguments) -> Inputs:
     training = {"training": True, "trains": True, "makes_cache": True}
     made = {"kind": object, "tiled": True, "config": config(), "tokens": TOKENS, "B": B, "T": T}
-    return Given(**(made | training | arguments))
+    return Inputs(**(made | training | arguments))
 
 
-def of(arguments: Given, traits: StackTraits):
+def of(arguments: Inputs, traits: StackTraits):
     return decide(arguments, traits, True)
 
 

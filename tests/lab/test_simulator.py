@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import LEAST
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import follow, kernels_cost
@@ -29,7 +30,6 @@ from hfpatch.ops.experts import EXPERT_PRODUCT
 from tests import tiny
 from tests.lab.real_memory import real_events, real_peak, train_step
 
-GiB = 2**30
 SMALL = preset_config("llama-tiny") | dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=3, vocab_size=1000, head_dim=64
 )

@@ -4,11 +4,10 @@ from contextlib import contextmanager
 
 import torch
 
+from hfpatch.budget.limits import GiB
 from hfpatch.layer import policies
 from hfpatch.layer.gauge import Counters, Gauge
 from hfpatch.store.device import DEVICES, Device
-
-GiB = 1 << 30
 
 
 @contextmanager

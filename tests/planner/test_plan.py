@@ -13,6 +13,7 @@ import torch
 from tiny import LONG, longer
 
 import hfpatch
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.measured import PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.cli import main as cli
@@ -30,7 +31,6 @@ from hfpatch.planner import answer, show
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
 
-GiB = 2**30
 KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds",
         "tokens_per_second", "mfu", "policy",
         "suggestions")  # fmt: skip

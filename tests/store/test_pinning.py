@@ -11,8 +11,8 @@ import torch
 
 import hfpatch
 from hfpatch.budget import free as memory
+from hfpatch.budget.limits import GiB
 from hfpatch.budget.measured import HOST_SHARE, PINNED_MOST
-from hfpatch.lab.hardware import GiB
 from hfpatch.store import device as store_device
 from hfpatch.store.transfers import HostPool
 from tests.faults.test_host_memory import CPU, Pinning

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfpatch.budget.free import gpu_free, host_free
+from hfpatch.budget.limits import gib
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.lab.children import ends_with
 from hfpatch.lab.models import config_of
@@ -21,7 +22,6 @@ from hfpatch.lab.profile.options import Options, check_together
 from hfpatch.lab.profile.picture import PICTURE, save
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
-from hfpatch.lab.tables import gib
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,7 +101,7 @@ def profile(
     for options in asked:
         Options(**options)
         if not simulate:
-            _expect_room(options["model"], batch * options["seq_len"])
+            _expect_memory(options["model"], batch * options["seq_len"])
     check_together(names, shared["checkpointing"], gradient_checkpointing)
     folder.mkdir(parents=True, exist_ok=True)
     runs = []
@@ -118,18 +118,18 @@ def profile(
     return Profile(folder, runs, write(folder, runs, command=command or called, notes=notes))
 
 
-def _expect_room(model: str, tokens: int) -> None:
+def _expect_memory(model: str, tokens: int) -> None:
     """ValueError for tokens whose layer inputs alone, in 2 bytes, this machine cannot hold."""
     values = config_of(model)[1]
     values = values.get("text_config", values)
     needed = 2 * tokens * values.get("hidden_size", 0) * values.get("num_hidden_layers", 0)
-    room = host_free() or 1 << 60
-    if needed > room:  # torch loads for seconds
-        room += gpu_free() or 0
-    if needed > room:
+    memory = host_free() or 1 << 60
+    if needed > memory:  # torch loads for seconds
+        memory += gpu_free() or 0
+    if needed > memory:
         raise ValueError(
-            f"hfpatch: {tokens:,} tokens must fit this machine's {gib(room)}, and their layer "
-            f"inputs alone take {gib(needed)}. Pass fewer tokens, or --simulate."
+            f"hfpatch: the layer inputs of {tokens:,} tokens must fit this machine's {gib(memory)}, "
+            f"got {gib(needed)}. Pass fewer tokens, or --simulate."
         )
 
 

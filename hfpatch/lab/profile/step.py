@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from hfpatch.budget.free import host_free
+from hfpatch.budget.limits import gib
 from hfpatch.lab.compat import dump_allocations, record_allocations
 from hfpatch.lab.device import is_out_of_memory, one_line, synchronize
 from hfpatch.lab.made import model_of
@@ -19,7 +20,6 @@ from hfpatch.lab.models import config_of
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.timeline import Run, versions
 from hfpatch.lab.simulate.implementations import config_class, enable_checkpointing
-from hfpatch.lab.tables import gib
 from hfpatch.lab.watch import pinned_bytes, policy_used
 
 
@@ -46,7 +46,7 @@ def build_model(options: Options) -> torch.nn.Module:
         free = host_free()
         if free is not None and needed > free:
             raise ValueError(
-                f"hfpatch: weights and gradients must fit in {gib(free)} of free memory, and take "
+                f"hfpatch: weights and gradients must fit in {gib(free)} of free memory, got "
                 f"{gib(needed)}. Pass a smaller model, or --simulate."
             )
     return model_of(config, options.on, options.torch_dtype)

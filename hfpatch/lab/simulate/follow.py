@@ -46,7 +46,7 @@ _BY_VALUE = set(map(id, (aten._local_scalar_dense.default, aten.nonzero.default,
              aten.index_put.default, aten.equal.default, aten.lift_fresh.default,
              aten.set_.source_Storage_storage_offset)))  # fmt: skip
 # Operations that torch decomposes in Python -> others of the same result
-_PLAIN = {id(aten._unsafe_view.default): aten.view.default}
+_EQUIVALENT = {id(aten._unsafe_view.default): aten.view.default}
 # key of an operation (key_of) -> (shape, strides, dtype) of each result; on CUDA, and elsewhere
 _SHAPES: dict = {True: {}, False: {}}
 
@@ -226,9 +226,9 @@ class Follower(TorchDispatchMode):
             )
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)
-        known = operation(func)
-        if known.view and type(args[0]) is FakeTensor and id(func) not in self._slow:
-            return self._fakes(known, args, kwargs, args[:1], None)
+        op = operation(func)
+        if op.view and type(args[0]) is FakeTensor and id(func) not in self._slow:
+            return self._fakes(op, args, kwargs, args[:1], None)
         answered, value = self.shadows.answer(func, args, kwargs)
         if answered:
             return value
@@ -245,12 +245,12 @@ class Follower(TorchDispatchMode):
             with self:
                 out = IMPLEMENTATIONS[func](*args, **kwargs)
         else:
-            out = self._fakes(known, args, kwargs, inputs, key)
+            out = self._fakes(op, args, kwargs, inputs, key)
         name = func.__name__
         outputs = tensors_in((out,), [])
         for tensor in outputs:
             self.track(tensor, name)
-        if known.mutable:
+        if op.mutable:
             for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
                 self.track(tensor, name)
         work = self._works.get(key)
@@ -259,7 +259,7 @@ class Follower(TorchDispatchMode):
             if key is not None:
                 self._works[key] = work
         self._did(work, func, args)
-        self.shadows.run(known, args, kwargs, inputs, outputs)
+        self.shadows.run(op, args, kwargs, inputs, outputs)
         return out
 
     def moves(self, tensors: list) -> None:
@@ -285,13 +285,13 @@ class Follower(TorchDispatchMode):
         if operation.writes:
             return kwargs.get("out", args[0])
         device = inputs[0].fake_device
-        if known := self._shapes.get(key):
-            out = tuple(map(meta_tensor, known))
+        if layouts := self._shapes.get(key):
+            out = tuple(map(meta_tensor, layouts))
             if len(out) == 1:
                 out = out[0]
         else:
             try:
-                out = run_on_meta(mode, _PLAIN.get(id(func), func), args, kwargs)
+                out = run_on_meta(mode, _EQUIVALENT.get(id(func), func), args, kwargs)
             except NotImplementedError:
                 self._slow.add(id(func))
                 return func(*args, **kwargs)
@@ -314,14 +314,14 @@ class Follower(TorchDispatchMode):
         if not all(isinstance(x, Tensor) for x in outs):
             return
         given = {id(x.untyped_storage()) for x in inputs}
-        known = [(tuple(x.shape), x.stride(), x.dtype) for x in outs]
-        for x, layout in zip(outs, known):
+        layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in outs]
+        for x, layout in zip(outs, layouts):
             own = x.untyped_storage()
             full = meta_tensor(layout).untyped_storage().nbytes()
             # aten._unsafe_view hides its alias
             if id(own) in given or full != own.nbytes():
                 return
-        self._shapes[key] = known
+        self._shapes[key] = layouts
 
     def _accumulates(self, args, kwargs) -> bool:
         """Whether this addition is autograd's sum of gradients, which a bare run does in place.

@@ -32,8 +32,8 @@ def check_sizes(read) -> None:
 
     read: name -> value, None for a missing one.
     """
-    known = {name: read(name) for name in SIZES if read(name) is not None}
-    for name, value in known.items():
+    sizes = {name: read(name) for name in SIZES if read(name) is not None}
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(
                 f"hfpatch: {name} must be a whole number of at least 1, got {value!r}. Check the "

@@ -64,7 +64,7 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
     block, [B, H, C, K, V]. The first and the last state are [B, H, K, V] as in transformers, and
     gradients flow from one to the other.
     """
-    plain = inspect.unwrap(stock)
+    unwrapped = inspect.unwrap(stock)
     chunks = -(-value.shape[1] // chunk_size)
     size = -(-chunks // FEW_BLOCKS)
     state = value.new_zeros(
@@ -79,8 +79,8 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
 
     given = kwargs.get("initial_state")
     state = state if given is None else state + given[:, :, None]
-    with for_now(sys.modules[plain.__module__], range=blocks):
-        out, last = plain(
+    with for_now(sys.modules[unwrapped.__module__], range=blocks):
+        out, last = unwrapped(
             query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state}
         )
     return out, None if last is None else last[:, :, -1].clone()
@@ -142,8 +142,8 @@ def few_queries(follower):
     with contextlib.ExitStack() as stack:
         for module in _families():
             for name in vars(module).keys() & INDEXERS:
-                plain = inspect.unwrap(getattr(module, name).forward)
-                stack.enter_context(for_now(module, range=few(plain.__code__)))
+                forward = inspect.unwrap(getattr(module, name).forward)
+                stack.enter_context(for_now(module, range=few(forward.__code__)))
         yield
 
 
@@ -158,10 +158,10 @@ def few_blocks(follower):
     stock = _attention_blocks._blocks
 
     def few(q_BTHE, pattern):
-        every = list(stock(q_BTHE, pattern))
-        middle = sorted({(len(every) - 1) // 2, len(every) // 2})
-        counted = [(len(every) // len(middle), every[i]) for i in middle]
-        counted += [(0, every[max(0, len(every) - 2)]), (0, every[-1])]
+        blocks = list(stock(q_BTHE, pattern))
+        middle = sorted({(len(blocks) - 1) // 2, len(blocks) // 2})
+        counted = [(len(blocks) // len(middle), blocks[i]) for i in middle]
+        counted += [(0, blocks[max(0, len(blocks) - 2)]), (0, blocks[-1])]
         return _counted(follower, counted)
 
     with for_now(_attention_blocks, _blocks=few):

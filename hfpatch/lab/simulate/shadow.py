@@ -103,11 +103,11 @@ class Shadows:
                     positions += [mask] if by_position else mask.nonzero(as_tuple=True)
             fakes = [None if one is None else self.fake(one) for one in positions]
             return True, aten.index.Tensor(args[0], fakes)
-        known = self._map((args, kwargs))
-        if known is _UNKNOWN:
+        values = self._map((args, kwargs))
+        if values is _UNKNOWN:
             return False, None
         with real_tensors():
-            out = func(*known[0], **known[1])
+            out = func(*values[0], **values[1])
         if isinstance(out, Tensor):
             return True, self.fake(out)
         if isinstance(out, tuple):
