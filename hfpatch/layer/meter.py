@@ -21,6 +21,7 @@ import weakref
 from dataclasses import asdict, replace
 
 from hfpatch.budget.free import to_come
+from hfpatch.budget.limits import GiB, gib
 from hfpatch.budget.measured import (
     SURE,
     UNSURE,
@@ -183,10 +184,9 @@ class Meter:
         """What the planned step takes, for the line of a policy."""
         if not any(self.step.plan.keeps_all) or self.step.planned > self.step.limit:
             return ""
-        most = self.step.planned / 2**30
-        limit = self.step.limit / 2**30
+        most = self.step.planned / GiB
         untried = any(self.tries(i, kind) for i, kind in enumerate(self.step.plan.kinds))
-        return f"; {'at most ' * untried}{most:.1f} of {limit:.1f} GiB of the device"
+        return f"; {'at most ' * untried}{most:.1f} of {gib(self.step.limit)} of the device"
 
     # -- forward -----------------------------------------------------------------------------------
     def tries(self, index: int, kind: str | None) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.budget import free as memory
+from hfpatch.budget.limits import gib
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import (
     Turn,
@@ -170,10 +171,10 @@ class LayerRuntime(Policies):
         self.weights.pack(layers_in(owner), device)
         self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
-            host = self.weights.host_bytes / 2**30
-            slot = self.weights.slot_bytes / 2**30
+            host = gib(self.weights.host_bytes)
+            slot = gib(self.weights.slot_bytes, 2)
             say(
-                f"frozen weights, {host:.1f} GiB, wait on the host; two slots of {slot:.2f} GiB "
+                f"frozen weights, {host}, wait on the host; two slots of {slot} "
                 "on the device take them in turn."
             )
 
