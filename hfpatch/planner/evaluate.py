@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.measured import HOST_SHARE, SURE, UNSURE, Call, climb, rounded
-from hfpatch.budget.policy import Checkpointing
+from hfpatch.budget.policy import Checkpointing, describe
 from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
 from hfpatch.lab.steps import Cost, Steps
@@ -19,7 +19,6 @@ from hfpatch.layer.meter import COPIES
 from hfpatch.planner import float8
 from hfpatch.planner.answer import (
     PROCESS_BYTES,
-    WHOLE,
     Run,
     assembled,
     gradients_of,
@@ -55,14 +54,14 @@ def steps_of(run: Run, placement: str) -> Steps:
     gpu = replace(run.gpu, memory_bytes=0, sharing=run.gpus if run.on_disk else 1)
     # an engine's gradients are elsewhere, or in buffers that it counts
     accumulates = run.accumulates and stays_of(run, placement, run.checkpointing).gradients is None
-    return _steps(model, run.shape, gpu, run.batch, accumulates)
+    return _steps(model, run.shape, gpu, run.batch, accumulates, run.stock)
 
 
 @lru_cache(maxsize=256)
 def evaluate(run: Run, placement: str, way: str = SETTLED) -> Plan:
     """The plan under one placement, of the policy that stays, or of a run's first step, which takes
     the least. GLANCE tells the first step's bytes alone."""
-    if run.checkpointing in WHOLE:
+    if run.checkpointing.offload == "off":
         cost = steps_of(run, placement).cost(run.seq_len, run.checkpointing)
         return _plan_of(run, placement, run.checkpointing, cost)
     return Ladder(run, placement).plan(way)
@@ -231,15 +230,18 @@ class Ladder:
         return each(tiled), each(min(room - found.top, found.need))
 
 
-def _plan_of(run: Run, placement: str, policy, cost: Cost) -> Plan:
+def _plan_of(run: Run, placement: str, policy: Checkpointing, cost: Cost) -> Plan:
     """The plan of a simulated step."""
     layers = run.shape.num_layers
-    tiled = isinstance(policy, Checkpointing)
+    tiled = policy.offload != "off"
+    keeps = describe(policy, layers) if tiled else run.stock or "off"
     untiled = round(sum(cost.whole.values())) if tiled else 0
     reasons = ", ".join(cost.whole)
+    counted = policy  # what bytes and seconds follow from
     if untiled == layers:
         tiled = False
-        policy = f"layers run untiled ({reasons}), their inputs to {policy.tier}"
+        keeps = f"layers run untiled ({reasons}), their inputs to {policy.tier}"
+        counted = Checkpointing("off")
     notes = (
         (True, "simulated on few layers"),
         (tiled and untiled, f"{untiled} of {layers} layers run untiled ({reasons})"),
@@ -250,13 +252,13 @@ def _plan_of(run: Run, placement: str, policy, cost: Cost) -> Plan:
         (run.shape.carries_states and run.ranks > 1, WAITS),
         (tiled and run.on_disk, f"checkpoints wait in files, on {DISK}"),
         (
-            steps_of(run, placement).carried_on(run.seq_len, policy),
+            steps_of(run, placement).carried_on(run.seq_len, counted),
             "run on shorter rows and carried on",
         ),
         (run.gpu.float8 > 1, float8.SAID),
     )
     why = "; ".join(text for holds, text in notes if holds)
-    return assembled(run, placement, policy, why, cost)
+    return replace(assembled(run, placement, counted, keeps, why, cost), policy=policy)
 
 
 def best(run: Run, names, way: str = SETTLED) -> Plan:
@@ -274,7 +276,7 @@ def possible(run: Run, names) -> list[str]:
     """The placements whose weights, gradients and optimizer states leave room on the GPU and the
     host."""
     settings = run.checkpointing
-    if settings not in WHOLE and settings.frozen_weights == "auto" and run.ranks == 1:
+    if settings.offload != "off" and settings.frozen_weights == "auto" and run.ranks == 1:
         settings = replace(settings, frozen_weights="host")
     found = []
     for name in names:

@@ -8,7 +8,7 @@ suggestions.py finds the changes that make a run fit.
 
 from dataclasses import replace
 
-from hfpatch.budget.policy import names_the_nearest
+from hfpatch.budget.policy import Checkpointing, names_the_nearest
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GiB, Gpu
 from hfpatch.lab.models import config_of
@@ -79,7 +79,7 @@ def plan(
     key = arguments | search | {"model": config_of(model)}
     known = recall(key)
     if known:
-        return Plan(**known)
+        return Plan(**known | {"policy": Checkpointing(**known["policy"])})
     found = _planned(model, arguments, progress, **search)
     remember(key, found.to_dict())
     return found

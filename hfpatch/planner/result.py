@@ -1,6 +1,8 @@
 """Plan, the answer of a plan. Standard library only."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+
+from hfpatch.budget.policy import Checkpointing
 
 
 @dataclass(frozen=True)
@@ -8,7 +10,8 @@ class Plan:
     """The answer for one run, in bytes and seconds. gpu_* are of one GPU, host_* of one machine.
 
     Attributes:
-        policy: the resolved Checkpointing as a dict, or one word if layers run untiled.
+        policy: what layers keep, with no field left "auto"; Checkpointing("off") without
+            checkpoints of hfpatch. keeps: the same in words.
         first_step: the extra seconds of the first step.
         max_seq_len: the longest sequence, max_seq_len_host_bytes: the host's memory there.
         adapters: the adapters trained over a frozen base; None if all weights are trained.
@@ -35,7 +38,8 @@ class Plan:
     step_seconds: float
     tokens_per_second: float
     mfu: float
-    policy: dict | str
+    policy: Checkpointing
+    keeps: str
     why: str
     suggestions: list
     moment: str
@@ -48,7 +52,6 @@ class Plan:
     max_seq_len_host_bytes: int = 0
     adapters: dict | None = None
     sp_size: int = 1
-    num_layers: int | None = None
     visual_tokens: int = 0
     host_assumed: bool = False
     positions: int | None = None
@@ -56,7 +59,7 @@ class Plan:
 
     def to_dict(self) -> dict:
         """All fields, ready for JSON."""
-        return dict(vars(self))
+        return asdict(self)
 
     def __str__(self) -> str:
         from hfpatch.planner.show import text

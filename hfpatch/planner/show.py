@@ -3,7 +3,6 @@
 import math
 
 from hfpatch.budget.measured import HOST_SHARE
-from hfpatch.budget.policy import Checkpointing, describe
 from hfpatch.lab.hardware import SECONDS_ERROR, GiB
 from hfpatch.lab.tables import gib, table
 from hfpatch.planner.placements import PLACEMENTS
@@ -17,13 +16,6 @@ def span(seconds: float) -> str:
     digits = 2 if seconds < 1 else 1
     low = (1 - SECONDS_ERROR) * seconds
     return f"{low:.{digits}f} to {(1 + SECONDS_ERROR) * seconds:.{digits}f}"
-
-
-def policy_text(policy, num_layers: int | None = None) -> str:
-    """Plan.policy in a few words. num_layers: the model's, or None if unknown."""
-    if not isinstance(policy, dict):
-        return str(policy)
-    return describe(Checkpointing(**policy), num_layers)
 
 
 def text(plan) -> str:
@@ -87,7 +79,7 @@ def _answer(plan) -> list[str]:
         f"tokens/s        {plan.tokens_per_second:,.0f}   MFU {plan.mfu:.0%}   {plan.flops:.3g} "
         "FLOPs   "
         f"{gib(plan.link_bytes)} over the host link",
-        f"policy          {policy_text(plan.policy, plan.num_layers)}",
+        f"policy          {plan.keeps}",
         f"why             {plan.why}",
         f"rates           {plan.rates}",
     ]

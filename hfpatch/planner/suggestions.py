@@ -72,8 +72,9 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
         if name != placement and name not in names:
             offers.add(f"--placement {name}", run, [name])
     if run.checkpointing != Checkpointing():
-        offers.add("--checkpointing auto", replace(run, checkpointing=Checkpointing()), names)
-    if getattr(run.checkpointing, "offload", "off") in ("auto", "host"):
+        auto = replace(run, checkpointing=Checkpointing(), stock="")
+        offers.add("--checkpointing auto", auto, names)
+    if run.checkpointing.offload in ("auto", "host"):
         disk = replace(run.checkpointing, offload="./checkpoints")
         offers.add("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
     if run.batch > 1:

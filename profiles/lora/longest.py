@@ -34,7 +34,7 @@ def main() -> None:
         tokens = plan("llama-3.1-8b", seq_len=8192, max_seq_len=True, **run).max_seq_len
         found = plan("llama-3.1-8b", seq_len=tokens, **run)
         peak, taken = (f"{n / GiB:.1f}" for n in (found.gpu_peak_bytes, found.host_peak_bytes))
-        policy = [found.policy[name] for name in FIELDS[7:]]
+        policy = [getattr(found.policy, name) for name in FIELDS[7:]]
         out.writerow(
             [card, host or "", alone, tokens, peak, taken, f"{found.step_seconds:.0f}", *policy]
         )

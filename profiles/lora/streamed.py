@@ -30,9 +30,9 @@ def simulated(name: str, found) -> str:
     from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
-    config = config_of(name)[1] | {"num_hidden_layers": max(3, 2 * found.policy["every"])}
+    config = config_of(name)[1] | {"num_hidden_layers": max(3, 2 * found.policy.every)}
     model = prepare(build(config, adapters=Adapters(16)), "hfpatch")
-    return f"{simulate(model, 1, found.seq_len, policy=Checkpointing(**found.policy)).most_beyond_bytes / GiB:.1f}"
+    return f"{simulate(model, 1, found.seq_len, policy=found.policy).most_beyond_bytes / GiB:.1f}"
 
 
 def main(gpu="rtx4090", tokens=131072) -> None:
@@ -67,7 +67,7 @@ def main(gpu="rtx4090", tokens=131072) -> None:
                 found.fits,
                 *sizes,
                 *seconds,
-                *(found.policy[n] for n in FIELDS[12:]),
+                *(getattr(found.policy, n) for n in FIELDS[12:]),
             ]
         )
 

@@ -28,10 +28,10 @@ def planned(row: dict) -> dict:
     )  # fmt: skip
     found = evaluate(run, "adamw")
     peak = found.gpu_peak_bytes - found.gpu_bytes["slack"]
-    plain, keep = found.policy["plain"], found.policy["keep"]
+    plain, keep = found.policy.plain, found.policy.keep
     gates = max(0, min(keep, run.shape.num_layers - plain))
     return row | {
-        "plan_untiled": plain, "plan_tile": found.policy["tile"],
+        "plan_untiled": plain, "plan_tile": found.policy.tile,
         "plan_gate_up": gates, "plan_gib": f"{peak / GiB:.1f}",
     }  # fmt: skip
 

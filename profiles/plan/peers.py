@@ -74,6 +74,7 @@ def seconds(row: dict, gpu: str) -> float | None:
     """A peer's planned step, by its counts; None where it does not fit. Copies of ON_COMPUTE are
     waited for, others hide behind the work as hfpatch's do. Python takes no time.
     """
+    from hfpatch.budget.policy import Checkpointing
     from hfpatch.lab.hardware import gpu_row
     from hfpatch.lab.models import text_config_of
     from hfpatch.lab.rates import attention_ramp
@@ -83,7 +84,7 @@ def seconds(row: dict, gpu: str) -> float | None:
     from hfpatch.planner.placements import resident
 
     gpu, config = gpu_row(gpu), text_config_of(MODEL)[1]
-    stays = resident(PLACEMENT, model_of(Values(config)).sizes, 1, "stock")
+    stays = resident(PLACEMENT, model_of(Values(config)).sizes, 1, Checkpointing("off"))
     peak = (1 + RESERVE_SHARE) * (row["peak_gib"] * GiB + stays.optimizer)
     host, tokens = row["host_gib"] * GiB, int(row["tokens"])
     if peak > gpu.usable_bytes or host > 0.9 * parse_bytes(HOST):

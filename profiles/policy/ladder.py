@@ -13,7 +13,6 @@ from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GiB
 from hfpatch.planner.answer import make_run
 from hfpatch.planner.evaluate import evaluate
-from hfpatch.planner.show import policy_text
 
 TABLE = Path(__file__).with_name("search.csv")
 HOST = 256 * GiB
@@ -36,8 +35,7 @@ def priced(row: dict) -> dict:
     )  # fmt: skip
     found = evaluate(run, "gpu8bit")
     seconds = found.step_seconds - found.seconds["optimizer"]
-    words = policy_text(found.policy, found.num_layers)
-    return row | {"ladder_seconds": f"{seconds:.4f}", "ladder_policy": words}
+    return row | {"ladder_seconds": f"{seconds:.4f}", "ladder_policy": found.keeps}
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def test_the_command_takes_adapters(capsys):
 def test_a_base_that_does_not_fit_waits_on_the_host():
     run = {"gpu": "rtx4090", "host_ram": "384GiB", "adapters": Adapters(16)}
     large = plan("llama-3.1-70b", seq_len=8192, **run)
-    assert large.fits and large.policy["frozen_weights"] == "host" and large.policy["plain"] == 0
+    assert large.fits and large.policy.frozen_weights == "host" and large.policy.plain == 0
     assert large.gpu_peak_bytes <= 23 << 30 and large.host_peak_bytes > 128 << 30
     pinned = large.host_peak_bytes - PROCESS_BYTES  # checkpoints and weights
     assert large.first_step["pinning"] == pytest.approx(pinned / PIN_BYTES_PER_SECOND)
@@ -41,7 +41,7 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     assert large.step_seconds > 1.9 * 2 * 68e9 / GPUS["rtx4090"].link_rate
     # One that fits stays, and goes where it is asked to.
     small = plan("llama-3.2-3b", seq_len=4096, **run)
-    assert small.policy["frozen_weights"] == "gpu"
+    assert small.policy.frozen_weights == "gpu"
     settings = Checkpointing(frozen_weights="host")
     asked = plan("llama-3.2-3b", seq_len=4096, **run, checkpointing=settings)
     assert asked.gpu_bytes["parameters"] < 0.5 * small.gpu_bytes["parameters"]

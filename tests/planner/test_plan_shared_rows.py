@@ -26,7 +26,7 @@ def shared(seq_len=M, **more):
 @LONG
 def test_a_million_tokens_fit_on_eight():
     plan = shared()
-    assert plan.policy["plain"] == 2  # memory is left to run some layers once
+    assert plan.policy.plain == 2  # memory is left to run some layers once
     assert plan.fits and plan.seq_len == M and ", 8 GPUs a sequence): fits" in str(plan)
     assert plan.tokens_per_second == pytest.approx(M / plan.step_seconds)
     part = hfpatch.plan("llama-3.1-8b", seq_len=M // 8, **EIGHT)
