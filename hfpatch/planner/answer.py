@@ -13,7 +13,7 @@ from hfpatch.planner.float8 import cast_bytes
 from hfpatch.planner.limits import parse_bytes
 from hfpatch.planner.machine import card, host_limit
 from hfpatch.planner.placements import Resident, resident
-from hfpatch.planner.result import Plan
+from hfpatch.planner.result import Advice, GpuMemory, HostMemory, Plan, PlannedRun, StepTime
 from hfpatch.planner.towers import Tower, tower_in_front
 
 # Bytes that stay free on the device: a share of the step's, and at least RESERVE_LEAST.
@@ -30,6 +30,7 @@ class Run:
         seq_len: tokens of a row; of one rank's part where ranks share rows (shape.ranks).
         tower: the image tower in front of the text model if rows have images, else None.
         accumulates: a step has several batches, and is planned by its later ones.
+        host_assumed: host is a common machine's, as none was given.
         stock: a word of shallow.STOCK for transformers without hfpatch, whose checkpointing is "off".
     """
 
@@ -45,6 +46,7 @@ class Run:
     tower: Tower | None = None
     accumulates: bool = False
     stock: str = ""
+    host_assumed: bool = False
 
     @property
     def on_disk(self) -> bool:
@@ -107,11 +109,8 @@ def _first_step(run: Run, cost: Cost, stays: Resident, policy: Checkpointing) ->
     return {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": COMPILE_SECONDS}
 
 
-def assembled(
-    run: Run, placement: str, policy: Checkpointing, keeps: str, why: str, cost: Cost
-) -> Plan:
-    """The Plan under one placement, from the text model's step. Adds the image tower's. keeps, why:
-    as of Plan."""
+def assembled(run: Run, placement: str, policy: Checkpointing, advice: Advice, cost: Cost) -> Plan:
+    """The Plan under one placement, from the text model's step. Adds the image tower's."""
     # [Step 1] The text model's step, and the image tower's.
     stays = stays_of(run, placement, policy)
     seconds = seconds_of(run, cost, stays)
@@ -139,22 +138,27 @@ def assembled(
     waiting = 0 if run.on_disk else cost.host + int(pictures["host"])
     host_peak = stays.host + run.gpus * (PROCESS_BYTES + waiting)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
-    fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
+    # [Step 4] The parts of the plan.
     return Plan(
-        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch,
-        seq_len=run.seq_len * run.ranks,
-        placement=placement,
-        fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
-        host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=step_seconds,
-        tokens_per_second=run.gpus * run.batch * run.seq_len / step_seconds,
-        mfu=(cost.model + pictures["model"]) / step_seconds / run.gpu.data_sheet_flops,
-        policy=policy, keeps=keeps, why=why,
-        suggestions=[], moment=moment.name,
-        seconds=seconds, flops=cost.flops + pictures["flops"], rates=run.gpu.source,
-        link_bytes=stays.link + cost.up + cost.down + 2 * int(pictures["host"]),
-        adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
-        first_step=_first_step(run, cost, stays, policy),
-        visual_tokens=round(pictures["tokens"] / run.batch)
+        fits=peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable),
+        run=PlannedRun(
+            run.name, run.gpu.name, run.gpus, run.batch, run.seq_len * run.ranks, placement,
+            sp_size=run.ranks, adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None,
+            visual_tokens=round(pictures["tokens"] / run.batch),
+            positions=run.model.config.get("max_position_embeddings"),
+        ),
+        gpu=GpuMemory(peak, run.gpu.usable_bytes, parts, moment.name),
+        host=HostMemory(
+            host_peak, host_usable, run.host_assumed,
+            link_bytes=stays.link + cost.up + cost.down + 2 * int(pictures["host"]),
+        ),
+        time=StepTime(
+            step_seconds, seconds, _first_step(run, cost, stays, policy),
+            tokens_per_second=run.gpus * run.batch * run.seq_len / step_seconds,
+            mfu=(cost.model + pictures["model"]) / step_seconds / run.gpu.data_sheet_flops,
+            flops=cost.flops + pictures["flops"], rates=run.gpu.source,
+        ),
+        policy=policy, advice=advice,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from hfpatch.planner.answer import (
     stays_of,
 )
 from hfpatch.planner.placements import PLACEMENTS, candidates
-from hfpatch.planner.result import Plan
+from hfpatch.planner.result import Advice, Plan
 
 # `ahead` is a pair: bytes per token that the sources of copies may take while a tiled layer runs, and
 # while one that keeps all does. None: they need not wait for memory (lab.steps.FREE). In a first step
@@ -148,7 +148,7 @@ class Ladder:
         # waits there once, at most one tensor [rows, width], is multiplied too.
         tensor = math.prod(self._sizes(self.rows).values())  # bytes
         most = self.run.gpus * self.run.shape.num_layers // 2 * tensor
-        short = found.host_peak_bytes - found.host_usable_bytes
+        short = found.host.peak_bytes - found.host.usable_bytes
         return self.plan(FIRST) if 0 < short <= most else found
 
     def _answer(self, policy: Checkpointing, ahead: tuple, deep: bool = True) -> Plan:
@@ -257,8 +257,8 @@ def _plan_of(run: Run, placement: str, policy: Checkpointing, cost: Cost) -> Pla
         ),
         (run.gpu.float8 > 1, float8.SAID),
     )
-    why = "; ".join(text for holds, text in notes if holds)
-    return replace(assembled(run, placement, counted, keeps, why, cost), policy=policy)
+    advice = Advice(keeps, "; ".join(text for holds, text in notes if holds))
+    return replace(assembled(run, placement, counted, advice, cost), policy=policy)
 
 
 def best(run: Run, names, way: str = SETTLED) -> Plan:
@@ -269,7 +269,7 @@ def best(run: Run, names, way: str = SETTLED) -> Plan:
         if plans[-1].fits:
             found = evaluate(run, name, way)
             return found if found.fits else evaluate(run, name, FIRST)
-    return evaluate(run, max(plans, key=_room).placement, GLANCE if way == GLANCE else FIRST)
+    return evaluate(run, max(plans, key=_room).run.placement, GLANCE if way == GLANCE else FIRST)
 
 
 def possible(run: Run, names) -> list[str]:
@@ -290,28 +290,28 @@ def possible(run: Run, names) -> list[str]:
 
 
 def faster(run: Run, plan: Plan, names) -> dict:
-    """Plan.faster: the first placement after the plan's that fits and is faster by more than the
+    """Advice.faster: the first placement after the plan's that fits and is faster by more than the
     plan's error."""
-    enough = (1 - SECONDS_ERROR) * plan.step_seconds
+    enough = (1 - SECONDS_ERROR) * plan.time.step_seconds
     # At best nothing runs again, which is at most a third of all but attention, and no copy waits.
-    again = plan.seconds["matmul"] + plan.seconds["elementwise"]
-    least = plan.seconds.get("attention", 0.0) + again * 2 / 3
-    for name in names[names.index(plan.placement) + 1 :]:
+    again = plan.time.parts["matmul"] + plan.time.parts["elementwise"]
+    least = plan.time.parts.get("attention", 0.0) + again * 2 / 3
+    for name in names[names.index(plan.run.placement) + 1 :]:
         optimizer = optimizer_seconds(run, stays_of(run, name, run.checkpointing))
         if least + optimizer >= enough or not evaluate(run, name, GLANCE).fits:
             continue
         found = evaluate(run, name)
-        if found.fits and found.step_seconds < enough:
-            return {"placement": name, "step_seconds": found.step_seconds}
+        if found.fits and found.time.step_seconds < enough:
+            return {"placement": name, "step_seconds": found.time.step_seconds}
     return {}
 
 
 def _room(plan: Plan) -> int:
     """The free bytes of the GPU or of the host, whichever has fewer. Negative if bytes are
     lacking."""
-    gpu = plan.gpu_usable_bytes - plan.gpu_peak_bytes
-    host = gpu if plan.host_usable_bytes is None else plan.host_usable_bytes - plan.host_peak_bytes
-    return min(gpu, host)
+    gpu = plan.gpu.usable_bytes - plan.gpu.peak_bytes
+    usable = plan.host.usable_bytes
+    return gpu if usable is None else min(gpu, usable - plan.host.peak_bytes)
 
 
 def longest(run: Run, names, progress=None) -> int:

@@ -31,13 +31,12 @@ def main() -> None:
         settings = Checkpointing(keep="input") if alone else Checkpointing()
         run = {"gpu": CARDS[card], "adapters": Adapters(16, "4bit"), "checkpointing": settings}
         run["host_ram"] = (1 << 14 if host is None else host) * GiB
-        tokens = plan("llama-3.1-8b", seq_len=8192, max_seq_len=True, **run).max_seq_len
+        tokens = plan("llama-3.1-8b", seq_len=8192, max_seq_len=True, **run).advice.max_seq_len
         found = plan("llama-3.1-8b", seq_len=tokens, **run)
-        peak, taken = (f"{n / GiB:.1f}" for n in (found.gpu_peak_bytes, found.host_peak_bytes))
+        peak, taken = (f"{n / GiB:.1f}" for n in (found.gpu.peak_bytes, found.host.peak_bytes))
+        seconds = f"{found.time.step_seconds:.0f}"
         policy = [getattr(found.policy, name) for name in FIELDS[7:]]
-        out.writerow(
-            [card, host or "", alone, tokens, peak, taken, f"{found.step_seconds:.0f}", *policy]
-        )
+        out.writerow([card, host or "", alone, tokens, peak, taken, seconds, *policy])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def simulated(name: str, found) -> str:
 
     config = config_of(name)[1] | {"num_hidden_layers": max(3, 2 * found.policy.every)}
     model = prepare(build(config, adapters=Adapters(16)), "hfpatch")
-    return f"{simulate(model, 1, found.seq_len, policy=found.policy).most_beyond_bytes / GiB:.1f}"
+    step = simulate(model, 1, found.run.seq_len, policy=found.policy)
+    return f"{step.most_beyond_bytes / GiB:.1f}"
 
 
 def main(gpu="rtx4090", tokens=131072) -> None:
@@ -51,12 +52,12 @@ def main(gpu="rtx4090", tokens=131072) -> None:
             adapters=Adapters(16),
             checkpointing=settings,
         )
-        sizes = [f"{n / GiB:.1f}" for n in (found.gpu_peak_bytes, found.gpu_bytes["activations"])]
+        sizes = [f"{n / GiB:.1f}" for n in (found.gpu.peak_bytes, found.gpu.parts["activations"])]
         sizes += [
             simulated(name, found) if "--simulate" in sys.argv else "",
-            f"{found.host_peak_bytes / GiB:.1f}",
+            f"{found.host.peak_bytes / GiB:.1f}",
         ]
-        seconds = f"{found.step_seconds:.0f}", f"{found.seconds['copy_wait']:.1f}"
+        seconds = f"{found.time.step_seconds:.0f}", f"{found.time.parts['copy_wait']:.1f}"
         out.writerow(
             [
                 name,

@@ -126,8 +126,8 @@ def table(gpu: str) -> str:
         times = cells(seconds(found[name, T], gpu) for T in LENGTHS)
         rows.append([said, *times, hosts(found[name, T]["host_gib"] for T in HOST_AT)])
     plans = {T: ours(T, gpu) for T in LENGTHS}
-    times = cells(p.step_seconds if p.fits else None for p in plans.values())
-    on_host = ((plans[T].host_peak_bytes - PROCESS_BYTES) / GiB for T in HOST_AT)
+    times = cells(p.time.step_seconds if p.fits else None for p in plans.values())
+    on_host = ((plans[T].host.peak_bytes - PROCESS_BYTES) / GiB for T in HOST_AT)
     rows.append(["hfpatch, `auto`", *times, hosts(on_host)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -34,8 +34,8 @@ def priced(row: dict) -> dict:
         adapters=Adapters(16) if row["weights"] == "lora" else None,
     )  # fmt: skip
     found = evaluate(run, "gpu8bit")
-    seconds = found.step_seconds - found.seconds["optimizer"]
-    return row | {"ladder_seconds": f"{seconds:.4f}", "ladder_policy": found.keeps}
+    seconds = found.time.step_seconds - found.time.parts["optimizer"]
+    return row | {"ladder_seconds": f"{seconds:.4f}", "ladder_policy": found.advice.keeps}
 
 
 def main() -> None:

@@ -160,7 +160,7 @@ def test_a_batch_is_planned_beside_the_gradients_of_earlier_ones(name):
     values, tokens = FAMILIES["llama"] | {"model_type": "llama"}, 4096
     run = {"seq_len": tokens, "placement": "adamw", "checkpointing": POLICIES[name]}
     one, several = (
-        hfpatch.plan(values, **run, gradient_accumulation_steps=n).gpu_bytes for n in (1, 8)
+        hfpatch.plan(values, **run, gradient_accumulation_steps=n).gpu.parts for n in (1, 8)
     )
     model = prepare(build(values), "hfpatch")
     two = simulate(model, 1, tokens, steps=2, policy=POLICIES[name]).peak_bytes
@@ -188,7 +188,7 @@ def test_a_plan_that_climbed_too_far_steps_down_until_it_fits(run):
     found = hfpatch.plan(values, seq_len=8192, gpu=gpu, **run)
     assert found.fits and found.policy.plain > 1
     # most gradients come once the layers that keep all have let go
-    assert found.gpu_bytes["gradients"] < found.gpu_bytes["parameters"] / 2
+    assert found.gpu.parts["gradients"] < found.gpu.parts["parameters"] / 2
 
 
 def test_what_a_tile_s_backward_takes_is_per_token():
