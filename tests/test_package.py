@@ -50,7 +50,7 @@ from torch import nn
 def main(model: nn.Module) -> list[tuple[str, str]]:
     kept = hfpatch.Checkpointing(offload="host", every=2, tile=8192)
     report: hfpatch.Report = hfpatch.apply(model, checkpointing=kept, loss=True)
-    longest: int | None = hfpatch.plan("llama-3.1-8b", seq_len=8192).max_seq_len
+    longest: int | None = hfpatch.plan("llama-3.1-8b", seq_len=8192).advice.max_seq_len
     hfpatch.undo(model)
     return report.skipped if longest else []
 

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hfpatch.budget.limits import parse_length
 from hfpatch.budget.policy import parse_checkpointing
@@ -92,6 +92,6 @@ def main(args) -> int:
             progress=_lengths_tried(),
         )  # fmt: skip
     if args.extended:
-        found = replace(found, positions=None)
-    print(json.dumps(found.to_dict(), indent=1) if args.json else found, flush=True)
+        found = replace(found, run=replace(found.run, positions=None))
+    print(json.dumps(asdict(found), indent=1) if args.json else found, flush=True)
     return 0 if found.fits else 3

@@ -18,10 +18,8 @@ from hfpatch.lab.compat import carries_states
 from hfpatch.lab.simulate.adapters import PACKED, adapted
 from hfpatch.lab.simulate.implementations import build, prepare
 
-STOCK = "stock"
-STOCK_CHECKPOINTING = "stock-checkpointing"
-UNTILED = "off"
-IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
+# Words for transformers without hfpatch -> their names in lab/simulate/implementations.py.
+STOCK = {"stock": "hf", "stock-checkpointing": "hf-ckpt"}
 
 
 class Values(dict):

@@ -15,13 +15,7 @@ from hfpatch.budget.policy import ALL, Checkpointing
 from hfpatch.lab.clock import COPIES, EXCHANGES, TO_DEVICE, TO_HOST, run_on_clock
 from hfpatch.lab.device import one_line
 from hfpatch.lab.hardware import Gpu
-from hfpatch.lab.shallow import (
-    IMPLEMENTATIONS,
-    Model,
-    Sizes,
-    layers_of,
-    trained_bytes_of,
-)
+from hfpatch.lab.shallow import STOCK, Model, Sizes, layers_of, trained_bytes_of
 from hfpatch.lab.shorter_rows import as_at_full_length, to_full_length
 from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
 
@@ -103,26 +97,33 @@ class Steps:
     Args:
         sizes: of the model, with the run's ranks.
         accumulates: gradients of earlier batches exist as a step begins.
+        stock: a word of shallow.STOCK for steps of transformers alone. "" for those of hfpatch.
     """
 
-    def __init__(self, model: Model, sizes: Sizes, gpu: Gpu, batch: int, accumulates: bool = False):
+    def __init__(
+        self, model: Model, sizes: Sizes, gpu: Gpu, batch: int, accumulates: bool = False,
+        stock: str = "",
+    ):  # fmt: skip
         self.model = model
         self.sizes = sizes
         self.gpu = gpu
         self.batch = batch
         self.accumulates = accumulates
+        self.stock = stock
         self.kinds: dict = {}  # budget.measured.Kind by name, as a run's meter has them
         self._ran = lru_cache(maxsize=None)(self._ran)
         self.cost = lru_cache(maxsize=None)(self.cost)
 
-    def carried_on(self, tokens: int, policy) -> bool:
+    def carried_on(self, tokens: int, policy: Checkpointing) -> bool:
         """Whether a step of rows of `tokens` tokens is carried on from shorter rows."""
-        tiled = isinstance(policy, Checkpointing)
+        tiled = policy.offload != "off"
         return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
 
-    def cost(self, tokens: int, policy, ahead: tuple = FREE, deep: bool = True) -> Cost:
-        """The cost of a step of rows of `tokens` tokens (of one rank), under a Checkpointing or a
-        word for layers that run untiled.
+    def cost(
+        self, tokens: int, policy: Checkpointing, ahead: tuple = FREE, deep: bool = True
+    ) -> Cost:
+        """The cost of a step of rows of `tokens` tokens (of one rank) under a policy. Under
+        Checkpointing("off") layers run untiled.
 
         ahead: as of lab.step_meter.StepMeter, a pair. deep: False simulates the fewest layers, enough
             for what a meter reads.
@@ -170,7 +171,7 @@ class Steps:
             return self._ran(tokens, width, room, policy, layers, plain)
 
         # Layers that run untiled are all of one sort.
-        if not isinstance(policy, Checkpointing):
+        if policy.offload == "off":
             depth, period = self.model.depths()
             base = run(policy, depth)
             more = run(policy, depth + period)
@@ -221,8 +222,8 @@ class Steps:
         return self._cost_of(base, grow)
 
     def _ran(self, tokens: int, width, ahead, policy, layers: int, plain: int) -> _Ran:
-        tiled = isinstance(policy, Checkpointing)
-        implementation = "hfpatch" if tiled else IMPLEMENTATIONS[policy]
+        tiled = policy.offload != "off"
+        implementation = STOCK.get(self.stock, "hfpatch" if tiled else "hfpatch-off")
         model = self.model.cut(layers, implementation)
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.model.wide)
         try:
@@ -247,10 +248,11 @@ class Steps:
                 f"hfpatch: the model must run on [{self.batch}, {tokens}] tokens, and does not "
                 f"({one_line(error)}). Take a shorter length, or another model."
             ) from error
-        fused = implementation.startswith("hfpatch")
         # The layers whose backward ends the step: a period of them, in whole segments.
         last = self.model.first + math.lcm(self.model.period, policy.every if tiled else 1)
-        return _read(found, clock, follower, model, self.model, self.batch * tokens, fused, last)
+        return _read(
+            found, clock, follower, model, self.model, self.batch * tokens, not self.stock, last
+        )
 
     def _cost_of(self, base: _Ran, grow: list) -> Cost:
         """grow: (shallow, deeper, times): the layers of the model that the base lacks, as often as

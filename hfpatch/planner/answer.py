@@ -7,30 +7,19 @@ from hfpatch.budget.measured import HOST_SHARE, PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.lab.hardware import HOST_BYTES_PER_SECOND, GiB, Gpu
 from hfpatch.lab.models import LANGUAGE_TOWER, text_config_of
-from hfpatch.lab.shallow import (
-    STOCK,
-    STOCK_CHECKPOINTING,
-    UNTILED,
-    Model,
-    Sizes,
-    Values,
-    model_of,
-    shared,
-)
+from hfpatch.lab.shallow import STOCK, Model, Sizes, Values, model_of, shared
 from hfpatch.lab.steps import Cost
 from hfpatch.planner.float8 import cast_bytes
 from hfpatch.planner.limits import parse_bytes
 from hfpatch.planner.machine import card, host_limit
 from hfpatch.planner.placements import Resident, resident
-from hfpatch.planner.result import Plan
+from hfpatch.planner.result import Advice, GpuMemory, HostMemory, Plan, PlannedRun, StepTime
 from hfpatch.planner.towers import Tower, tower_in_front
 
 # Bytes that stay free on the device: a share of the step's, and at least RESERVE_LEAST.
 RESERVE_SHARE = 0.04
 RESERVE_LEAST = 256 << 20
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
-# values of checkpointing under which layers run untiled
-WHOLE = (UNTILED, STOCK, STOCK_CHECKPOINTING)
 
 
 @dataclass(frozen=True)
@@ -41,6 +30,8 @@ class Run:
         seq_len: tokens of a row; of one rank's part where ranks share rows (shape.ranks).
         tower: the image tower in front of the text model if rows have images, else None.
         accumulates: a step has several batches, and is planned by its later ones.
+        host_assumed: host is a common machine's, as none was given.
+        stock: a word of shallow.STOCK for transformers without hfpatch, whose checkpointing is "off".
     """
 
     name: str
@@ -51,14 +42,16 @@ class Run:
     host: int | None
     batch: int
     seq_len: int
-    checkpointing: Checkpointing | str
+    checkpointing: Checkpointing
     tower: Tower | None = None
     accumulates: bool = False
+    stock: str = ""
+    host_assumed: bool = False
 
     @property
     def on_disk(self) -> bool:
         """Whether checkpoints wait in files."""
-        return getattr(self.checkpointing, "directory", None) is not None
+        return self.checkpointing.directory is not None
 
     @property
     def ranks(self) -> int:
@@ -108,15 +101,15 @@ def seconds_of(run: Run, cost: Cost, stays: Resident) -> dict:
     return seconds
 
 
-def _first_step(run: Run, cost: Cost, stays: Resident, policy) -> dict:
+def _first_step(run: Run, cost: Cost, stays: Resident, policy: Checkpointing) -> dict:
     """Seconds by which the first step is longer: pinning host memory, compiling kernels."""
     pinned = 0
-    if isinstance(policy, Checkpointing) and not run.on_disk:
+    if policy.offload != "off" and not run.on_disk:
         pinned = cost.host + (stays.host // run.gpus if run.shape.adapters else 0)
     return {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": COMPILE_SECONDS}
 
 
-def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
+def assembled(run: Run, placement: str, policy: Checkpointing, advice: Advice, cost: Cost) -> Plan:
     """The Plan under one placement, from the text model's step. Adds the image tower's."""
     # [Step 1] The text model's step, and the image tower's.
     stays = stays_of(run, placement, policy)
@@ -145,22 +138,27 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
     waiting = 0 if run.on_disk else cost.host + int(pictures["host"])
     host_peak = stays.host + run.gpus * (PROCESS_BYTES + waiting)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
-    fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
+    # [Step 4] The parts of the plan.
     return Plan(
-        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch,
-        seq_len=run.seq_len * run.ranks,
-        placement=placement,
-        fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
-        host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=step_seconds,
-        tokens_per_second=run.gpus * run.batch * run.seq_len / step_seconds,
-        mfu=(cost.model + pictures["model"]) / step_seconds / run.gpu.data_sheet_flops,
-        policy=vars(policy) if isinstance(policy, Checkpointing) else policy, why=why,
-        suggestions=[], moment=moment.name,
-        seconds=seconds, flops=cost.flops + pictures["flops"], rates=run.gpu.source,
-        link_bytes=stays.link + cost.up + cost.down + 2 * int(pictures["host"]),
-        adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
-        num_layers=run.shape.num_layers, first_step=_first_step(run, cost, stays, policy),
-        visual_tokens=round(pictures["tokens"] / run.batch)
+        fits=peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable),
+        run=PlannedRun(
+            run.name, run.gpu.name, run.gpus, run.batch, run.seq_len * run.ranks, placement,
+            sp_size=run.ranks, adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None,
+            visual_tokens=round(pictures["tokens"] / run.batch),
+            positions=run.model.config.get("max_position_embeddings"),
+        ),
+        gpu=GpuMemory(peak, run.gpu.usable_bytes, parts, moment.name),
+        host=HostMemory(
+            host_peak, host_usable, run.host_assumed,
+            link_bytes=stays.link + cost.up + cost.down + 2 * int(pictures["host"]),
+        ),
+        time=StepTime(
+            step_seconds, seconds, _first_step(run, cost, stays, policy),
+            tokens_per_second=run.gpus * run.batch * run.seq_len / step_seconds,
+            mfu=(cost.model + pictures["model"]) / step_seconds / run.gpu.data_sheet_flops,
+            flops=cost.flops + pictures["flops"], rates=run.gpu.source,
+        ),
+        policy=policy, advice=advice,
     )  # fmt: skip
 
 
@@ -169,7 +167,7 @@ def gradients_stand(run: Run, placement: str) -> bool:
     return run.accumulates or placement.startswith("zero3")
 
 
-def stays_of(run: Run, placement: str, policy) -> Resident:
+def stays_of(run: Run, placement: str, policy: Checkpointing) -> Resident:
     """placements.resident, with the bytes of the image tower and of casts to float8."""
     stays = resident(placement, run.shape, run.gpus, policy)
     if run.tower is not None:
@@ -178,21 +176,14 @@ def stays_of(run: Run, placement: str, policy) -> Resident:
     return replace(stays, parameters=stays.parameters + more, skipped=stays.skipped + more)
 
 
-def settings_of(checkpointing) -> Checkpointing | str:
-    """The Checkpointing that plan() was asked for, or one word of WHOLE. Raises ValueError."""
-    words = checkpointing if isinstance(checkpointing, list) else [checkpointing]
-    if words in (["off"], [STOCK], [STOCK_CHECKPOINTING], [Checkpointing("off")]):
-        return words[0] if words[0] in WHOLE else UNTILED
-    return parse_checkpointing(checkpointing)
-
-
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
              sp_size=1, images=0, video_tokens=0, adapters=None,
              gradient_accumulation_steps=1) -> Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for a wrong one."""
     # [Step 1] What cannot be.
-    checkpointing = settings_of(checkpointing)
-    on_host = getattr(checkpointing, "frozen_weights", "auto") == "host"
+    stock = next((word for word in STOCK if checkpointing in (word, [word])), "")
+    checkpointing = parse_checkpointing("off" if stock else checkpointing)
+    on_host = checkpointing.frozen_weights == "host"
     if on_host and not adapters:
         raise ValueError(
             "hfpatch: weights on the host must be a frozen base's, and all weights train. Pass "
@@ -217,7 +208,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
         raise ValueError(
             f"hfpatch: --images and --sp-size {sp_size} cannot be combined. Leave one out."
         )
-    if sp_size > 1 and checkpointing in (STOCK, STOCK_CHECKPOINTING):
+    if sp_size > 1 and stock:
         raise ValueError(
             f"hfpatch: stock steps and --sp-size {sp_size} cannot be combined. Leave one out."
         )
@@ -240,7 +231,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     host = None if host_ram is None else parse_bytes(host_ram)
     run = Run(
         name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower,
-        gradient_accumulation_steps > 1
+        gradient_accumulation_steps > 1, stock
     )  # fmt: skip
     if tower is not None and tower.tokens(run) > seq_len:
         raise ValueError(

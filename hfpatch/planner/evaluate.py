@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.measured import HOST_SHARE, SURE, UNSURE, StepSizes, climb, rounded
-from hfpatch.budget.policy import Checkpointing
+from hfpatch.budget.policy import Checkpointing, describe
 from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
 from hfpatch.lab.steps import Cost, Steps
@@ -19,7 +19,6 @@ from hfpatch.layer.meter import COPIES
 from hfpatch.planner import float8
 from hfpatch.planner.answer import (
     PROCESS_BYTES,
-    WHOLE,
     Run,
     assembled,
     gradients_of,
@@ -28,7 +27,7 @@ from hfpatch.planner.answer import (
     stays_of,
 )
 from hfpatch.planner.placements import PLACEMENTS, candidates
-from hfpatch.planner.result import Plan
+from hfpatch.planner.result import Advice, Plan
 
 # `ahead` is a pair: bytes per token that the sources of copies may take while a tiled layer runs, and
 # while one that keeps all does. None: they need not wait for memory (lab.steps.FREE). In a first step
@@ -55,14 +54,14 @@ def steps_of(run: Run, placement: str) -> Steps:
     gpu = replace(run.gpu, memory_bytes=0, sharing=run.gpus if run.on_disk else 1)
     # an engine's gradients are elsewhere, or in buffers that it counts
     accumulates = run.accumulates and stays_of(run, placement, run.checkpointing).gradients is None
-    return _steps(model, run.shape, gpu, run.batch, accumulates)
+    return _steps(model, run.shape, gpu, run.batch, accumulates, run.stock)
 
 
 @lru_cache(maxsize=256)
 def evaluate(run: Run, placement: str, way: str = SETTLED) -> Plan:
     """The plan under one placement, of the policy that stays, or of a run's first step, which takes
     the least. GLANCE tells the first step's bytes alone."""
-    if run.checkpointing in WHOLE:
+    if run.checkpointing.offload == "off":
         cost = steps_of(run, placement).cost(run.seq_len, run.checkpointing)
         return _plan_of(run, placement, run.checkpointing, cost)
     return Ladder(run, placement).plan(way)
@@ -149,7 +148,7 @@ class Ladder:
         # waits there once, at most one tensor [rows, width], is multiplied too.
         tensor = math.prod(self._sizes(self.rows).values())  # bytes
         most = self.run.gpus * self.run.shape.num_layers // 2 * tensor
-        short = found.host_peak_bytes - found.host_usable_bytes
+        short = found.host.peak_bytes - found.host.usable_bytes
         return self.plan(FIRST) if 0 < short <= most else found
 
     def _answer(self, policy: Checkpointing, ahead: tuple, deep: bool = True) -> Plan:
@@ -231,15 +230,18 @@ class Ladder:
         return each(tiled), each(min(room - found.top, found.need))
 
 
-def _plan_of(run: Run, placement: str, policy, cost: Cost) -> Plan:
+def _plan_of(run: Run, placement: str, policy: Checkpointing, cost: Cost) -> Plan:
     """The plan of a simulated step."""
     layers = run.shape.num_layers
-    tiled = isinstance(policy, Checkpointing)
+    tiled = policy.offload != "off"
+    keeps = describe(policy, layers) if tiled else run.stock or "off"
     untiled = round(sum(cost.whole.values())) if tiled else 0
     reasons = ", ".join(cost.whole)
+    counted = policy  # what bytes and seconds follow from
     if untiled == layers:
         tiled = False
-        policy = f"layers run untiled ({reasons}), their inputs to {policy.tier}"
+        keeps = f"layers run untiled ({reasons}), their inputs to {policy.tier}"
+        counted = Checkpointing("off")
     notes = (
         (True, "simulated on few layers"),
         (tiled and untiled, f"{untiled} of {layers} layers run untiled ({reasons})"),
@@ -250,13 +252,13 @@ def _plan_of(run: Run, placement: str, policy, cost: Cost) -> Plan:
         (run.shape.carries_states and run.ranks > 1, WAITS),
         (tiled and run.on_disk, f"checkpoints wait in files, on {DISK}"),
         (
-            steps_of(run, placement).carried_on(run.seq_len, policy),
+            steps_of(run, placement).carried_on(run.seq_len, counted),
             "run on shorter rows and carried on",
         ),
         (run.gpu.float8 > 1, float8.SAID),
     )
-    why = "; ".join(text for holds, text in notes if holds)
-    return assembled(run, placement, policy, why, cost)
+    advice = Advice(keeps, "; ".join(text for holds, text in notes if holds))
+    return replace(assembled(run, placement, counted, advice, cost), policy=policy)
 
 
 def best(run: Run, names, way: str = SETTLED) -> Plan:
@@ -267,14 +269,14 @@ def best(run: Run, names, way: str = SETTLED) -> Plan:
         if plans[-1].fits:
             found = evaluate(run, name, way)
             return found if found.fits else evaluate(run, name, FIRST)
-    return evaluate(run, max(plans, key=_room).placement, GLANCE if way == GLANCE else FIRST)
+    return evaluate(run, max(plans, key=_room).run.placement, GLANCE if way == GLANCE else FIRST)
 
 
 def possible(run: Run, names) -> list[str]:
     """The placements whose weights, gradients and optimizer states leave room on the GPU and the
     host."""
     settings = run.checkpointing
-    if settings not in WHOLE and settings.frozen_weights == "auto" and run.ranks == 1:
+    if settings.offload != "off" and settings.frozen_weights == "auto" and run.ranks == 1:
         settings = replace(settings, frozen_weights="host")
     found = []
     for name in names:
@@ -288,28 +290,28 @@ def possible(run: Run, names) -> list[str]:
 
 
 def faster(run: Run, plan: Plan, names) -> dict:
-    """Plan.faster: the first placement after the plan's that fits and is faster by more than the
+    """Advice.faster: the first placement after the plan's that fits and is faster by more than the
     plan's error."""
-    enough = (1 - SECONDS_ERROR) * plan.step_seconds
+    enough = (1 - SECONDS_ERROR) * plan.time.step_seconds
     # At best nothing runs again, which is at most a third of all but attention, and no copy waits.
-    again = plan.seconds["matmul"] + plan.seconds["elementwise"]
-    least = plan.seconds.get("attention", 0.0) + again * 2 / 3
-    for name in names[names.index(plan.placement) + 1 :]:
+    again = plan.time.parts["matmul"] + plan.time.parts["elementwise"]
+    least = plan.time.parts.get("attention", 0.0) + again * 2 / 3
+    for name in names[names.index(plan.run.placement) + 1 :]:
         optimizer = optimizer_seconds(run, stays_of(run, name, run.checkpointing))
         if least + optimizer >= enough or not evaluate(run, name, GLANCE).fits:
             continue
         found = evaluate(run, name)
-        if found.fits and found.step_seconds < enough:
-            return {"placement": name, "step_seconds": found.step_seconds}
+        if found.fits and found.time.step_seconds < enough:
+            return {"placement": name, "step_seconds": found.time.step_seconds}
     return {}
 
 
 def _room(plan: Plan) -> int:
     """The free bytes of the GPU or of the host, whichever has fewer. Negative if bytes are
     lacking."""
-    gpu = plan.gpu_usable_bytes - plan.gpu_peak_bytes
-    host = gpu if plan.host_usable_bytes is None else plan.host_usable_bytes - plan.host_peak_bytes
-    return min(gpu, host)
+    gpu = plan.gpu.usable_bytes - plan.gpu.peak_bytes
+    usable = plan.host.usable_bytes
+    return gpu if usable is None else min(gpu, usable - plan.host.peak_bytes)
 
 
 def longest(run: Run, names, progress=None) -> int:

@@ -4,7 +4,7 @@ on a GPU, on the host and over the link each step. Standard library only.
 
 from dataclasses import dataclass
 
-from hfpatch.budget.policy import WEIGHT_SLOTS, refuse_unknown
+from hfpatch.budget.policy import WEIGHT_SLOTS, Checkpointing, refuse_unknown
 
 # The most parameters gathered and reused at once, by ds_configs/zero3*.json: 2 * 500,000,000
 LIVE_PARAMETERS = 1_000_000_000
@@ -136,14 +136,12 @@ class Resident:
     gathers: int = 0
 
 
-def resident(name: str, shape, gpus: int, policy=None) -> Resident:
-    """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Checkpointing, or a
-    word for layers that run untiled.
-    """
+def resident(name: str, shape, gpus: int, policy: Checkpointing) -> Resident:
+    """The bytes of a placement on each of `gpus` GPUs of one machine, under a policy."""
     if shape.adapters:
         host = 0
         base = shape.nbytes
-        if getattr(policy, "frozen_weights", "gpu") == "host":
+        if policy.frozen_weights == "host":
             # Two layers' frozen weights are on the GPU at a time. Each process has its own copy of
             # all of them on the host.
             host = shape.frozen
@@ -163,7 +161,7 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
     if own.own:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
         # peak. A tiled layer drops its copies.
-        alive = P if isinstance(policy, str) else largest
+        alive = P if policy.offload == "off" else largest
         copies = 2 * alive if own.itemsize == 4 else 0
         return Resident(own.itemsize * P + copies, None, 2 * own.itemsize * P, skipped=copies)
     if name == "zero3-offload":

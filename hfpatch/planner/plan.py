@@ -6,7 +6,7 @@ Steps.cost (steps of two and three periods, under simulate() and a ClockDevice) 
 suggestions.py finds the changes that make a run fit.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
@@ -77,11 +77,10 @@ def plan(
     if gpu == "this":
         return _planned(model, arguments, progress, **search)
     key = arguments | search | {"model": config_of(model)}
-    known = recall(key)
-    if known:
-        return Plan(**known)
+    if known := recall(key):
+        return Plan.of(known)
     found = _planned(model, arguments, progress, **search)
-    remember(key, found.to_dict())
+    remember(key, asdict(found))
     return found
 
 
@@ -94,21 +93,18 @@ def _planned(model, arguments: dict, progress, placement: str, max_seq_len: bool
     run = make_run(model, **arguments)
     if fp8:
         run = in_float8(run, fp8)
-    assumed = run.host is None
-    if assumed:  # twice the cards' memory, at least 64 GiB, as common machines have
-        run = replace(run, host=max(2 * run.gpus * round(run.gpu.memory_bytes / GiB), 64) * GiB)
+    if run.host is None:  # twice the cards' memory, at least 64 GiB, as common machines have
+        host = max(2 * run.gpus * round(run.gpu.memory_bytes / GiB), 64) * GiB
+        run = replace(run, host=host, host_assumed=True)
     names = placements(run, placement)
     found = best(run, names)
-    if found.fits:
-        found = replace(found, faster=faster(run, found, names))
-    else:
-        found = replace(found, suggestions=suggestions(run, found, placement))
-    found = replace(
-        found, host_assumed=assumed, positions=run.model.config.get("max_position_embeddings")
-    )
+    advice: dict = (
+        {"faster": faster(run, found, names)} if found.fits
+        else {"suggestions": suggestions(run, found, placement)}
+    )  # fmt: skip
     if max_seq_len:
         tokens = longest(run, names, progress)
         there = replace(run, seq_len=max(1, -(-tokens // run.ranks)))
-        host = best(there, names, FIRST).host_peak_bytes
-        found = replace(found, max_seq_len=tokens, max_seq_len_host_bytes=host)
-    return found
+        host = best(there, names, FIRST).host.peak_bytes
+        advice |= {"max_seq_len": tokens, "max_seq_len_host_bytes": host}
+    return replace(found, advice=replace(found.advice, **advice))

@@ -1,23 +1,24 @@
-"""Plan, the answer of a plan. Standard library only."""
+"""Plan, the answer of a plan, in parts. Standard library only."""
 
 from dataclasses import dataclass, field
 
+from hfpatch.budget.policy import Checkpointing
+
 
 @dataclass(frozen=True)
-class Plan:
-    """The answer for one run, in bytes and seconds. gpu_* are of one GPU, host_* of one machine.
+class PlannedRun:
+    """What is planned.
 
     Attributes:
-        policy: the resolved Checkpointing as a dict, or one word if layers run untiled.
-        first_step: the extra seconds of the first step.
-        max_seq_len: the longest sequence, max_seq_len_host_bytes: the host's memory there.
-        adapters: the adapters trained over a frozen base; None if all weights are trained.
+        model, gpu: their names.
+        gpus: the number of GPUs.
+        batch: sequences a GPU and step.
+        seq_len: tokens of a sequence.
+        placement: where weights, gradients and optimizer states are.
         sp_size: GPUs that share each sequence.
+        adapters: the adapters trained over a frozen base; None if all weights are trained.
         visual_tokens: the tokens of seq_len that are images or videos.
-        host_assumed: no memory of the machine was given, so a common machine's is assumed.
         positions: of the model, None if unknown.
-        faster: {"placement", "step_seconds"} of a later placement that fits and is faster by more
-            than the plan's error.
     """
 
     model: str
@@ -26,37 +27,118 @@ class Plan:
     batch: int
     seq_len: int
     placement: str
-    fits: bool
-    gpu_peak_bytes: int
-    gpu_usable_bytes: int
-    gpu_bytes: dict
-    host_peak_bytes: int
-    host_usable_bytes: int | None
+    sp_size: int
+    adapters: dict | None
+    visual_tokens: int
+    positions: int | None
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes of one GPU.
+
+    Attributes:
+        peak_bytes: the most that a step takes.
+        usable_bytes: what the GPU has for it.
+        parts: what the peak is made of: name -> bytes.
+        moment: the operation of the peak.
+    """
+
+    peak_bytes: int
+    usable_bytes: int
+    parts: dict
+    moment: str
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of the machine's memory, for all its GPUs.
+
+    Attributes:
+        peak_bytes: the most that the run takes.
+        usable_bytes: what it may take; None without a limit.
+        assumed: no memory was given, so a common machine's is assumed.
+        link_bytes: what one GPU's host link carries in a step, both ways.
+    """
+
+    peak_bytes: int
+    usable_bytes: int | None
+    assumed: bool
+    link_bytes: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and how fast it is.
+
+    Attributes:
+        step_seconds: of one step.
+        parts: the same by part: name -> seconds.
+        first_step: the extra seconds of the first step: name -> seconds.
+        tokens_per_second: of all GPUs.
+        mfu: the share of the GPU's data sheet speed that the model's own FLOPs take.
+        flops: of one GPU's step, with recomputation.
+        rates: the source of the GPU's speeds.
+    """
+
     step_seconds: float
+    parts: dict
+    first_step: dict
     tokens_per_second: float
     mfu: float
-    policy: dict | str
-    why: str
-    suggestions: list
-    moment: str
-    seconds: dict
-    link_bytes: int
     flops: float
     rates: str
-    first_step: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The plan in words, and what else fits.
+
+    Attributes:
+        keeps: the policy in words, or why no layer runs in tiles.
+        why: how the plan was made, and what it leaves out.
+        suggestions: single changes that make a run fit. Each is a dict of "change", "cost",
+            "step_seconds", "gpu_peak_bytes" and "host_peak_bytes".
+        faster: {"placement", "step_seconds"} of a later placement that fits and is faster by more
+            than the plan's error.
+        max_seq_len: the longest sequence that fits, in tokens; None if it was not searched.
+        max_seq_len_host_bytes: the host's memory there.
+    """
+
+    keeps: str
+    why: str
+    suggestions: list = field(default_factory=list)
+    faster: dict = field(default_factory=dict)
     max_seq_len: int | None = None
     max_seq_len_host_bytes: int = 0
-    adapters: dict | None = None
-    sp_size: int = 1
-    num_layers: int | None = None
-    visual_tokens: int = 0
-    host_assumed: bool = False
-    positions: int | None = None
-    faster: dict = field(default_factory=dict)
 
-    def to_dict(self) -> dict:
-        """All fields, ready for JSON."""
-        return dict(vars(self))
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer for one run.
+
+    Attributes:
+        fits: whether the run fits the GPU and the host.
+        policy: what layers keep, with no field left "auto"; Checkpointing("off") where hfpatch keeps
+            no checkpoints.
+    """
+
+    fits: bool
+    run: PlannedRun
+    gpu: GpuMemory
+    host: HostMemory
+    time: StepTime
+    policy: Checkpointing
+    advice: Advice
+
+    @classmethod
+    def of(cls, values: dict) -> "Plan":
+        """The plan of which these are dataclasses.asdict's values."""
+        return cls(
+            values["fits"], PlannedRun(**values["run"]), GpuMemory(**values["gpu"]),
+            HostMemory(**values["host"]), StepTime(**values["time"]),
+            Checkpointing(**values["policy"]), Advice(**values["advice"]),
+        )  # fmt: skip
 
     def __str__(self) -> str:
         from hfpatch.planner.show import text

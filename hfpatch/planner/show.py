@@ -3,7 +3,6 @@
 import math
 
 from hfpatch.budget.measured import HOST_SHARE
-from hfpatch.budget.policy import Checkpointing, describe
 from hfpatch.lab.hardware import SECONDS_ERROR, GiB
 from hfpatch.lab.tables import gib, table
 from hfpatch.planner.placements import PLACEMENTS
@@ -19,32 +18,23 @@ def span(seconds: float) -> str:
     return f"{low:.{digits}f} to {(1 + SECONDS_ERROR) * seconds:.{digits}f}"
 
 
-def policy_text(policy, num_layers: int | None = None) -> str:
-    """Plan.policy in a few words. num_layers: the model's, or None if unknown."""
-    if not isinstance(policy, dict):
-        return str(policy)
-    return describe(Checkpointing(**policy), num_layers)
-
-
 def text(plan) -> str:
     """The whole answer, a screen long."""
     lines = _answer(plan)
-    if plan.first_step:
-        lines.insert(-3, _first_step(plan))
-    if longer := beyond_positions(plan.seq_len, plan.positions):
+    if longer := beyond_positions(plan.run.seq_len, plan.run.positions):
         lines.append(f"positions       {longer}")
-    if plan.faster:
-        name = plan.faster["placement"]
-        seconds = plan.faster["step_seconds"]
+    if faster := plan.advice.faster:
+        name = faster["placement"]
+        seconds = faster["step_seconds"]
         lines.append(
             f"faster          {seconds:.1f} s ({span(seconds)}) with --placement {name}: "
             f"{PLACEMENTS[name].summary}"
         )
-    if plan.max_seq_len is not None:
-        needed = _machine(plan.max_seq_len_host_bytes)
-        lines.append(f"longest         {plan.max_seq_len:,} tokens fit, with {needed} GiB of RAM")
+    if (tokens := plan.advice.max_seq_len) is not None:
+        needed = _machine(plan.advice.max_seq_len_host_bytes)
+        lines.append(f"longest         {tokens:,} tokens fit, with {needed} GiB of RAM")
     if not plan.fits:
-        lines += ["", _what_would_fit(plan)]
+        lines += ["", _what_would_fit(plan.advice.suggestions)]
     return "\n".join(lines)
 
 
@@ -55,56 +45,53 @@ def _machine(used: int) -> int:
 
 def _answer(plan) -> list[str]:
     """Whether it fits, bytes, seconds, and why the policy is what it is."""
-    needed = _machine(plan.host_peak_bytes)
-    verdict = f"fits, with {needed} GiB of RAM" if plan.fits else "does NOT fit"
-    of = gib(plan.host_usable_bytes)
-    if plan.host_assumed:
-        of += f", of {_machine(plan.host_usable_bytes)} GiB assumed (yours: --host-ram)"
-    times = "" if plan.gpus == 1 else f"{plan.gpus} x "
-    lora = plan.adapters
+    run = plan.run
+    time = plan.time
+    verdict = (
+        f"fits, with {_machine(plan.host.peak_bytes)} GiB of RAM" if plan.fits else "does NOT fit"
+    )
+    of = gib(plan.host.usable_bytes)
+    if plan.host.assumed:
+        of += f", of {_machine(plan.host.usable_bytes)} GiB assumed (yours: --host-ram)"
+    times = "" if run.gpus == 1 else f"{run.gpus} x "
+    lora = run.adapters
     trained = "" if lora is None else f", LoRA r={lora['rank']} over a {lora['base']} base"
-    shared = "" if plan.sp_size == 1 else f", {plan.sp_size} GPUs a sequence"
-    seen = f" ({plan.visual_tokens:,} of them visual)" if plan.visual_tokens else ""
+    shared = "" if run.sp_size == 1 else f", {run.sp_size} GPUs a sequence"
+    seen = f" ({run.visual_tokens:,} of them visual)" if run.visual_tokens else ""
+    sizes = plan.gpu.parts | {
+        "peak on the GPU": plan.gpu.peak_bytes, "usable": plan.gpu.usable_bytes,
+    }  # fmt: skip
     return [
-        f"{plan.model}{trained}, {plan.batch} x {plan.seq_len:,} tokens{seen} on {times}{plan.gpu} "
-        f"({plan.placement}{shared}): "
+        f"{run.model}{trained}, {run.batch} x {run.seq_len:,} tokens{seen} on {times}{run.gpu} "
+        f"({run.placement}{shared}): "
         f"{verdict}",
         "",
-        table(
-            [(NAMES.get(name, name), gib(n)) for name, n in plan.gpu_bytes.items()]
-            + [
-                ("peak on the GPU", gib(plan.gpu_peak_bytes)),
-                ("usable", gib(plan.gpu_usable_bytes)),
-            ],
-            ("GPU memory", ""),
-        ),
-        "  the peak is at " + plan.moment.removesuffix(" in "),
-        f"host memory     {gib(plan.host_peak_bytes)} of {of}",
-        f"step            {plan.step_seconds:.1f} s ({span(plan.step_seconds)}): "
-        + ", ".join(
-            f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.seconds.items() if s >= 0.05
-        ),
-        f"tokens/s        {plan.tokens_per_second:,.0f}   MFU {plan.mfu:.0%}   {plan.flops:.3g} "
+        table([(NAMES.get(name, name), gib(n)) for name, n in sizes.items()], ("GPU memory", "")),
+        "  the peak is at " + plan.gpu.moment.removesuffix(" in "),
+        f"host memory     {gib(plan.host.peak_bytes)} of {of}",
+        f"step            {time.step_seconds:.1f} s ({span(time.step_seconds)}): "
+        + _by_part({name: s for name, s in time.parts.items() if s >= 0.05}),
+        f"tokens/s        {time.tokens_per_second:,.0f}   MFU {time.mfu:.0%}   {time.flops:.3g} "
         "FLOPs   "
-        f"{gib(plan.link_bytes)} over the host link",
-        f"policy          {policy_text(plan.policy, plan.num_layers)}",
-        f"why             {plan.why}",
-        f"rates           {plan.rates}",
+        f"{gib(plan.host.link_bytes)} over the host link",
+        f"first step      {time.step_seconds + sum(time.first_step.values()):.1f} s: a step, "
+        + _by_part(time.first_step),
+        f"policy          {plan.advice.keeps}",
+        f"why             {plan.advice.why}",
+        f"rates           {time.rates}",
     ]
 
 
-def _first_step(plan) -> str:
-    beside = ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items())
-    more = sum(plan.first_step.values())
-    return f"first step      {plan.step_seconds + more:.1f} s: a step, {beside}"
+def _by_part(seconds: dict) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in seconds.items())
 
 
-def _what_would_fit(plan) -> str:
-    if not plan.suggestions:
+def _what_would_fit(suggestions: list) -> str:
+    if not suggestions:
         return "no single change makes it fit"
     rows = [
         (s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"]))
-        for s in plan.suggestions
+        for s in suggestions
     ]
     return table(rows, ("what would fit", "cost", "GPU", "host"))
 

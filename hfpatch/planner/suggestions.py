@@ -21,7 +21,7 @@ def suggestions(run: Run, plan: Plan, placement: str) -> list:
     of equally quick ones the one with less memory."""
     offers = Offers(plan)
     names = placements(run, placement)
-    _of_settings(run, names, plan.placement, offers)
+    _of_settings(run, names, plan.run.placement, offers)
     if not run.shape.adapters and run.ranks == 1:
         freed = "" if placement in ("auto", *ADAPTED) else " --placement auto"
         if not _of_adapters(f"--lora-r 16{freed}", Adapters(16), run, offers):
@@ -41,7 +41,7 @@ def suggestions(run: Run, plan: Plan, placement: str) -> list:
 
 @dataclass
 class Offers:
-    """The changes that make a planned run fit. found: a dict each, as in Plan.suggestions."""
+    """The changes that make a planned run fit. found: a dict each, as in Advice.suggestions."""
 
     plan: Plan
     found: list = field(default_factory=list)
@@ -55,11 +55,12 @@ class Offers:
         other = best(run, names, FIRST if cost else SETTLED)
         if not other.fits:
             return False
-        slower = other.step_seconds / self.plan.step_seconds - 1
+        slower = other.time.step_seconds / self.plan.time.step_seconds - 1
         self.found.append({
-            "change": change, "cost": cost or f"step {other.step_seconds:.1f} s ({slower:+.0%})",
-            "step_seconds": other.step_seconds,
-            "gpu_peak_bytes": other.gpu_peak_bytes, "host_peak_bytes": other.host_peak_bytes,
+            "change": change,
+            "cost": cost or f"step {other.time.step_seconds:.1f} s ({slower:+.0%})",
+            "step_seconds": other.time.step_seconds,
+            "gpu_peak_bytes": other.gpu.peak_bytes, "host_peak_bytes": other.host.peak_bytes,
         })  # fmt: skip
         return True
 
@@ -72,8 +73,9 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
         if name != placement and name not in names:
             offers.add(f"--placement {name}", run, [name])
     if run.checkpointing != Checkpointing():
-        offers.add("--checkpointing auto", replace(run, checkpointing=Checkpointing()), names)
-    if getattr(run.checkpointing, "offload", "off") in ("auto", "host"):
+        auto = replace(run, checkpointing=Checkpointing(), stock="")
+        offers.add("--checkpointing auto", auto, names)
+    if run.checkpointing.offload in ("auto", "host"):
         disk = replace(run.checkpointing, offload="./checkpoints")
         offers.add("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
     if run.batch > 1:

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.clock import run_on_clock
 from hfpatch.lab.device import one_line
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.models import config_of, with_images
-from hfpatch.lab.shallow import IMPLEMENTATIONS, Values, layers_of
+from hfpatch.lab.shallow import STOCK, Values, layers_of
 from hfpatch.lab.shorter_rows import onward
 from hfpatch.lab.simulate.implementations import prepare
 from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
@@ -105,22 +104,22 @@ def _named(model: nn.Module) -> set:
 
 
 @lru_cache(maxsize=8)
-def _model(config: Values, way, frozen: bool) -> nn.Module:
+def _model(config: Values, stock: str, offload: str, frozen: bool) -> nn.Module:
     """The model with one layer of text, whose blocks keep their inputs as a run's do."""
     model = with_images(config)
     del layers_of(model)[1:]
     model.requires_grad_(not frozen)
-    if isinstance(way, Checkpointing):
-        # files: host blocks stand in
-        hfpatch.apply(model, checkpointing="gpu" if way.offload == "gpu" else "host")
-    else:
-        prepare(model, IMPLEMENTATIONS[way])
+    if stock:
+        return prepare(model, STOCK[stock])
+    # files: host blocks stand in
+    hfpatch.apply(model, checkpointing=offload if offload in ("gpu", "off") else "host")
     return model
 
 
 @lru_cache(maxsize=64)
-def _ran(config: Values, way, frozen: bool, gpu: Gpu, count: int, tokens: int) -> Pictures:
-    model = _model(config, way, frozen)
+def _ran(config: Values, way: tuple, gpu: Gpu, count: int, tokens: int) -> Pictures:
+    """way: _model's other arguments."""
+    model = _model(config, *way)
     alone = Alone(model)
     try:
         inputs = pictures_of(model, count, tokens)
@@ -136,7 +135,7 @@ def _ran(config: Values, way, frozen: bool, gpu: Gpu, count: int, tokens: int) -
     numbers = {
         "tokens": alone.tokens, "held": kept_bytes(found.ledger), "host": found.host_peak_bytes,
         "seconds": clock.compute.now - follower.begins["forward"],
-        "flops": found.flops["total"], "model": model_flops if frozen else 3 * model_flops,
+        "flops": found.flops["total"], "model": model_flops if way[-1] else 3 * model_flops,
     }  # fmt: skip
     return Pictures(numbers, moments_of(found.ledger, 0)[0])
 
@@ -175,10 +174,8 @@ class Tower:
         return _joined(lambda *each: sum(each), *standing, moving)
 
     def _few(self, run, count: int, tokens: int) -> Pictures:
-        return _ran(
-            self.config, run.checkpointing, bool(run.shape.adapters),
-            replace(run.gpu, memory_bytes=0), count, tokens,
-        )  # fmt: skip
+        way = (run.stock, run.checkpointing.offload, bool(run.shape.adapters))
+        return _ran(self.config, way, replace(run.gpu, memory_bytes=0), count, tokens)
 
     def _many(self, run, count: float, tokens: int) -> Pictures:
         if count in range(1, FEW[0] + 1):

@@ -43,8 +43,8 @@ def check(config, model, data, args, say):
         say(f"hfpatch: not planned: {reason.removeprefix('hfpatch: ')}")
         return None
     memory = (
-        f"{gib(found.gpu_peak_bytes)} of {gib(found.gpu_usable_bytes)} on the GPU, "
-        f"{gib(found.host_peak_bytes)} of {gib(found.host_usable_bytes)} of host memory"
+        f"{gib(found.gpu.peak_bytes)} of {gib(found.gpu.usable_bytes)} on the GPU, "
+        f"{gib(found.host.peak_bytes)} of {gib(found.host.usable_bytes)} of host memory"
     )
     if not found.fits:
         raise ValueError(
@@ -53,13 +53,13 @@ def check(config, model, data, args, say):
         )
     say(f"hfpatch: planned: {str(found).splitlines()[0]}")
     say(f"hfpatch: planned: {memory}")
-    say(f"hfpatch: planned: {found.step_seconds:.1f} s a step of one batch a GPU")
+    say(f"hfpatch: planned: {found.time.step_seconds:.1f} s a step of one batch a GPU")
     return found
 
 
 def _ways(found) -> str:
     """Three of the plan's suggestions for this machine, in the flags of `hfpatch train`."""
-    changes = (s["change"] for s in found.suggestions)
+    changes = (s["change"] for s in found.advice.suggestions)
     mine = [way for way in changes if not way.startswith(("--gpu", "--host-ram"))]
     said = "; ".join(mine[:3]).replace("--base 4bit", "--load_in_4bit")
     said = said.replace("--batch ", "--per_device_train_batch_size ")
@@ -91,8 +91,10 @@ def _expect_memory(config, model, args) -> None:
 
 def against(found, peak: float | None, seconds: float) -> str:
     """The line that compares a plan with what a step took. peak: GiB on the GPU, if there is one."""
-    memory = f"{gib(found.gpu_peak_bytes)}, peak {peak:.1f}; planned " if peak else ""
-    return f"planned {memory}{found.step_seconds:.1f} s, took {seconds:.1f} (a batch of step 2)."
+    memory = f"{gib(found.gpu.peak_bytes)}, peak {peak:.1f}; planned " if peak else ""
+    return (
+        f"planned {memory}{found.time.step_seconds:.1f} s, took {seconds:.1f} (a batch of step 2)."
+    )
 
 
 def this_gpu(args) -> Gpu | None:

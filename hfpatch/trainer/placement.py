@@ -106,12 +106,12 @@ def fitting(config, *, gpu_free: int, host_free: int, fused: bool = True, **run)
     # Only memory matters here, not the speed of this card. gpu_free has no CUDA context in it.
     gpu = replace(GPUS["h100"], memory_bytes=gpu_free + CONTEXT_BYTES)
     found = plan(config, gpu=gpu, host_ram=host_free, **run)
-    if found.fits and (fused or not PLACEMENTS[found.placement].fused):
-        return found.placement
+    if found.fits and (fused or not PLACEMENTS[found.run.placement].fused):
+        return found.run.placement
     raise ValueError(
-        f"hfpatch: no placement fits {gib(gpu_free)} on the GPU and {gib(found.host_usable_bytes)} "
-        f"usable on the host: {found.placement} needs {gib(found.gpu_peak_bytes)} and "
-        f"{gib(found.host_peak_bytes)}. Shorten the sequence, add GPUs or train with LoRA."
+        f"hfpatch: no placement fits {gib(gpu_free)} on the GPU and {gib(found.host.usable_bytes)} "
+        f"usable on the host: {found.run.placement} needs {gib(found.gpu.peak_bytes)} and "
+        f"{gib(found.host.peak_bytes)}. Shorten the sequence, add GPUs or train with LoRA."
     )
 
 

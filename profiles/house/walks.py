@@ -62,7 +62,7 @@ def row(walk: str) -> dict:
         "peaks"
     ]
     plan = planned(words)
-    beside = (plan["gpu_peak_bytes"] - plan["gpu_bytes"]["slack"]) / GiB
+    beside = (plan["gpu"]["peak_bytes"] - plan["gpu"]["parts"]["slack"]) / GiB
     return {
         "walk": walk, "planned_gib": f"{beside:.1f}", "first_step_gib": f"{peaks[0]:.1f}",
         "last_step_gib": f"{peaks[-1]:.1f}", "highest_gib": f"{max(peaks):.1f}",

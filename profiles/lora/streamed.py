@@ -32,10 +32,10 @@ def main(gpu="rtx4090", tokens=131072) -> None:
             name, seq_len=tokens, gpu=gpu, host_ram=host * GiB, adapters=Adapters(16),
             checkpointing=Checkpointing(aim=aim, frozen_weights="host"),
         )  # fmt: skip
-        device = found.gpu_peak_bytes, found.gpu_bytes["activations"], found.host_peak_bytes
-        seconds = f"{found.step_seconds:.0f}", f"{found.seconds['copy_wait']:.1f}"
+        device = found.gpu.peak_bytes, found.gpu.parts["activations"], found.host.peak_bytes
+        seconds = f"{found.time.step_seconds:.0f}", f"{found.time.parts['copy_wait']:.1f}"
         sizes = [f"{n / GiB:.1f}" for n in device]
-        policy = [found.policy[n] for n in FIELDS[11:]]
+        policy = [getattr(found.policy, n) for n in FIELDS[11:]]
         out.writerow([name, gpu, host, aim, tokens, found.fits, *sizes, *seconds, *policy])
 
 

@@ -38,10 +38,11 @@ def table() -> str:
     lines.append("| --- |" + " ---: |" * len(RAM))
     for name, asked in ROWS.items():
         found = [
-            hfpatch.plan(MODEL, seq_len=8192, host_ram=ram, max_seq_len=True, **asked).max_seq_len
+            hfpatch.plan(MODEL, seq_len=8192, host_ram=ram, max_seq_len=True, **asked).advice
             for ram in RAM
         ]
-        lines.append(f"| {name} | " + " | ".join(map(length, found)) + " |")
+        lengths = " | ".join(length(advice.max_seq_len) for advice in found)
+        lines.append(f"| {name} | {lengths} |")
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 

@@ -27,11 +27,11 @@ def planned(row: dict) -> dict:
         host_ram=int(row["host_gib"]) * GiB, adapters=ADAPTERS[row["kind"]],
     )  # fmt: skip
     found = evaluate(run, "adamw")
-    peak = found.gpu_peak_bytes - found.gpu_bytes["slack"]
-    plain, keep = found.policy["plain"], found.policy["keep"]
+    peak = found.gpu.peak_bytes - found.gpu.parts["slack"]
+    plain, keep = found.policy.plain, found.policy.keep
     gates = max(0, min(keep, run.shape.num_layers - plain))
     return row | {
-        "plan_untiled": plain, "plan_tile": found.policy["tile"],
+        "plan_untiled": plain, "plan_tile": found.policy.tile,
         "plan_gate_up": gates, "plan_gib": f"{peak / GiB:.1f}",
     }  # fmt: skip
 

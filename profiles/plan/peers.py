@@ -74,6 +74,7 @@ def seconds(row: dict, gpu: str) -> float | None:
     """A peer's planned step, by its counts; None where it does not fit. Copies of ON_COMPUTE are
     waited for, others hide behind the work as hfpatch's do. Python takes no time.
     """
+    from hfpatch.budget.policy import Checkpointing
     from hfpatch.lab.hardware import gpu_row
     from hfpatch.lab.models import text_config_of
     from hfpatch.lab.rates import attention_ramp
@@ -83,7 +84,7 @@ def seconds(row: dict, gpu: str) -> float | None:
     from hfpatch.planner.placements import resident
 
     gpu, config = gpu_row(gpu), text_config_of(MODEL)[1]
-    stays = resident(PLACEMENT, model_of(Values(config)).sizes, 1, "stock")
+    stays = resident(PLACEMENT, model_of(Values(config)).sizes, 1, Checkpointing("off"))
     peak = (1 + RESERVE_SHARE) * (row["peak_gib"] * GiB + stays.optimizer)
     host, tokens = row["host_gib"] * GiB, int(row["tokens"])
     if peak > gpu.usable_bytes or host > 0.9 * parse_bytes(HOST):
@@ -125,8 +126,8 @@ def table(gpu: str) -> str:
         times = cells(seconds(found[name, T], gpu) for T in LENGTHS)
         rows.append([said, *times, hosts(found[name, T]["host_gib"] for T in HOST_AT)])
     plans = {T: ours(T, gpu) for T in LENGTHS}
-    times = cells(p.step_seconds if p.fits else None for p in plans.values())
-    on_host = ((plans[T].host_peak_bytes - PROCESS_BYTES) / GiB for T in HOST_AT)
+    times = cells(p.time.step_seconds if p.fits else None for p in plans.values())
+    on_host = ((plans[T].host.peak_bytes - PROCESS_BYTES) / GiB for T in HOST_AT)
     rows.append(["hfpatch, `auto`", *times, hosts(on_host)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -13,14 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GPUS, MATMUL_SHARE, Gpu
 from hfpatch.lab.presets import preset_config
-from hfpatch.lab.shallow import STOCK, STOCK_CHECKPOINTING, UNTILED
 from hfpatch.lab.steps import FREE, Cost, Steps
 from hfpatch.planner.answer import make_run, seconds_of
 from hfpatch.planner.placements import resident
 
+STOCK = "stock"
+STOCK_CHECKPOINTING = "stock-checkpointing"
+UNTILED = "off"
+OFF = Checkpointing("off")  # what layers of each of them keep
 MOST = 0.15  # a miss above it is printed
 # Part of a second forward that runs inside backward: (matmuls, attention, passes over memory).
 # torchtitan's "selective op" keeps attention's outputs and every second product.
@@ -125,17 +129,17 @@ def _steps(row: Row, way: str, routes: int = 0) -> Steps:
         # Each GPU has an eighth of the experts and all tokens for them.
         config = config | {name: config[name] // row.gpus}
     run = row.run(config, way)
-    return Steps(run.model, run.shape, replace(run.gpu, memory_bytes=0), row.batch)
+    return Steps(run.model, run.shape, replace(run.gpu, memory_bytes=0), row.batch, stock=run.stock)
 
 
 @cache
 def _cost(row: Row, way: str, tokens: int | None = None) -> Cost:
-    return _steps(row, way).cost(tokens or row.tokens, way)
+    return _steps(row, way).cost(tokens or row.tokens, OFF)
 
 
-def _seconds(steps: Steps, tokens: int, word: str, layers: int) -> dict:
+def _seconds(steps: Steps, tokens: int, layers: int) -> dict:
     """Seconds by part of a step of a few layers that run untiled."""
-    numbers = steps._ran(tokens, None, FREE, word, layers, 0).numbers
+    numbers = steps._ran(tokens, None, FREE, OFF, layers, 0).numbers
     return {key[1]: value for key, value in numbers.items() if key[0] == "seconds"}
 
 
@@ -145,7 +149,7 @@ def _parts(row: Row, way: str, routes: int = 0) -> tuple[Counter, Counter]:
     part of its tokens, and of its attention."""
     steps, tokens = _steps(row, way, routes), row.tokens // row.ranks
     n, period = steps.model.depths()
-    few, more = (_seconds(steps, tokens, way, depth) for depth in (n, n + period))
+    few, more = (_seconds(steps, tokens, depth) for depth in (n, n + period))
     layer = {k: (more[k] - few[k]) / period for k in more}
     layers = Counter({k: steps.model.layers * v for k, v in layer.items()})
     beside = Counter({k: few[k] - n * v for k, v in layer.items()})
@@ -216,8 +220,10 @@ def planned(row: Row) -> Counter:
 def _stays(row: Row, shape) -> tuple:
     """(the bytes that stay, seconds that experts' tokens travel)."""
     if row.placement in ("lora", "offload"):
-        return resident("gpu8bit" if row.placement == "lora" else "zero3-offload", shape, 1), 0.0
-    stays = resident("fsdp2", shape, row.gpus)
+        return resident(
+            "gpu8bit" if row.placement == "lora" else "zero3-offload", shape, 1, OFF
+        ), 0.0
+    stays = resident("fsdp2", shape, row.gpus, OFF)
     if row.placement != "experts":
         return stays, 0.0
     # The weights of all but the experts are gathered.

@@ -20,8 +20,8 @@ def planned(capsys, *words) -> dict:
 @pytest.mark.parametrize("name", SLOW)
 def test_a_ready_file_fits_its_card(name, capsys):
     found = planned(capsys, name)
-    assert found["fits"] and found["host_peak_bytes"] <= found["host_usable_bytes"]
-    assert f"{found['gpu_name' if 'gpu_name' in found else 'gpu'][:2]}g.yaml" in name
+    assert found["fits"] and found["host"]["peak_bytes"] <= found["host"]["usable_bytes"]
+    assert f"{found['run']['gpu'][:2]}g.yaml" in name
 
 
 @pytest.mark.parametrize("name", READY)
@@ -43,12 +43,12 @@ def test_a_flag_wins_over_the_file_and_a_model_needs_no_flag(tmp_path, capsys):
         "checkpointing: [host, tile=4k]\nlearning_rate: 1e-5\ndataset_text_field: text\n"
     )
     found = planned(capsys, str(file))
-    assert (found["seq_len"], found["batch"], found["gpu"]) == (131072, 2, "a10g")
+    assert [found["run"][name] for name in ("seq_len", "batch", "gpu")] == [131072, 2, "a10g"]
     assert found["policy"]["tile"] == 4096 and found["policy"]["offload"] == "host"
-    assert found["positions"] == 4096, "which a plan compares with the sequence"
+    assert found["run"]["positions"] == 4096, "which a plan compares with the sequence"
     file.write_text(file.read_text() + "rope_scaling: {rope_type: yarn, factor: 32.0}\n")
-    assert planned(capsys, str(file))["positions"] is None, "the run extends them"
-    assert planned(capsys, str(file), "--seq-len", "8k")["seq_len"] == 8192
+    assert planned(capsys, str(file))["run"]["positions"] is None, "the run extends them"
+    assert planned(capsys, str(file), "--seq-len", "8k")["run"]["seq_len"] == 8192
     assert planned(
         capsys, *"llama-tiny --max_length 8k --lora_r 8 --load_in_4bit --engine auto".split()
     ) == planned(capsys, *"llama-tiny --seq-len 8k --lora-r 8 --base 4bit --placement auto".split())

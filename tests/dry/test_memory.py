@@ -96,15 +96,15 @@ def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, dry, table):
     plan = hfpatch.plan(
         MODEL, seq_len=tokens, gpu="h100", placement="adamw", checkpointing=checkpointing
     )
-    planned = (plan.gpu_peak_bytes - plan.gpu_bytes["slack"]) / GiB
+    planned = (plan.gpu.peak_bytes - plan.gpu.parts["slack"]) / GiB
     link = [ran.last["bytes"][kind] / GiB for kind in ("d2h", "h2d")]
     peak, name = ran.last["allocated_peak"] / GiB, f"{tokens} tokens, {checkpointing}, AdamW"
     table("a plan and its steps", name, "planned, GiB", planned)
     table("a plan and its steps", name, "peak, GiB", peak)
-    table("a plan and its steps", name, "planned over the link, GiB", plan.link_bytes / GiB)
+    table("a plan and its steps", name, "planned over the link, GiB", plan.host.link_bytes / GiB)
     table("a plan and its steps", name, "over the link, GiB", sum(link))
     assert peak == pytest.approx(planned, rel=OFF)
-    assert sum(link) == pytest.approx(plan.link_bytes / GiB, rel=0.01)
+    assert sum(link) == pytest.approx(plan.host.link_bytes / GiB, rel=0.01)
 
 
 @long

@@ -47,7 +47,7 @@ def test_the_clock_says_what_the_real_order_takes(name, dry, table, tmp_path):
             checkpointing=hfpatch.Checkpointing(**policy), host_ram=200 << 30,
             placement="gpu8bit", adapters=Adapters(16) if "adapters" in case else None,
         )  # fmt: skip
-        step, waits = sum(plan.seconds.values()) - plan.seconds["optimizer"], plan.seconds
+        step, waits = sum(plan.time.parts.values()) - plan.time.parts["optimizer"], plan.time.parts
         found = seconds.replayed(lines, gpu)
         note = lambda *x: table("seconds", f"{name}, {link}", *x)  # noqa: E731, B023
         note("real order, seconds of a step", found.seconds)

@@ -21,8 +21,8 @@ def test_the_command_takes_adapters(capsys):
     run += ["--host-ram", "32GiB", "--placement", "gpu8bit"]
     assert main([*run, "--lora-r", "16", "--base", "4bit", "--max-seq-len", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["max_seq_len"] > 65536 and found["adapters"]["base"] == "4bit"
-    assert found["max_seq_len_host_bytes"] <= 0.9 * (32 << 30)
+    assert found["advice"]["max_seq_len"] > 65536 and found["run"]["adapters"]["base"] == "4bit"
+    assert found["advice"]["max_seq_len_host_bytes"] <= 0.9 * (32 << 30)
     assert main([*run, "--base", "4bit"]) == 2 and "--lora-r" in capsys.readouterr().err
     assert main([*run, "--lora-r", "8", "--lora-target", "nonesuch"]) == 2
     assert "got nonesuch" in capsys.readouterr().err
@@ -33,18 +33,18 @@ def test_the_command_takes_adapters(capsys):
 def test_a_base_that_does_not_fit_waits_on_the_host():
     run = {"gpu": "rtx4090", "host_ram": "384GiB", "adapters": Adapters(16)}
     large = plan("llama-3.1-70b", seq_len=8192, **run)
-    assert large.fits and large.policy["frozen_weights"] == "host" and large.policy["plain"] == 0
-    assert large.gpu_peak_bytes <= 23 << 30 and large.host_peak_bytes > 128 << 30
-    pinned = large.host_peak_bytes - PROCESS_BYTES  # checkpoints and weights
-    assert large.first_step["pinning"] == pytest.approx(pinned / PIN_BYTES_PER_SECOND)
+    assert large.fits and large.policy.frozen_weights == "host" and large.policy.plain == 0
+    assert large.gpu.peak_bytes <= 23 << 30 and large.host.peak_bytes > 128 << 30
+    pinned = large.host.peak_bytes - PROCESS_BYTES  # checkpoints and weights
+    assert large.time.first_step["pinning"] == pytest.approx(pinned / PIN_BYTES_PER_SECOND)
     # The step takes at least what the weights take over the link, twice.
-    assert large.step_seconds > 1.9 * 2 * 68e9 / GPUS["rtx4090"].link_rate
+    assert large.time.step_seconds > 1.9 * 2 * 68e9 / GPUS["rtx4090"].link_rate
     # One that fits stays, and goes where it is asked to.
     small = plan("llama-3.2-3b", seq_len=4096, **run)
-    assert small.policy["frozen_weights"] == "gpu"
+    assert small.policy.frozen_weights == "gpu"
     settings = Checkpointing(frozen_weights="host")
     asked = plan("llama-3.2-3b", seq_len=4096, **run, checkpointing=settings)
-    assert asked.gpu_bytes["parameters"] < 0.5 * small.gpu_bytes["parameters"]
+    assert asked.gpu.parts["parameters"] < 0.5 * small.gpu.parts["parameters"]
     with pytest.raises(
         ValueError, match="^hfpatch: weights on the host must be a frozen base's[^\n]*$"
     ):

@@ -38,27 +38,27 @@ def test_lengths():
 
 def test_without_host_ram_a_common_machine_is_assumed():
     found = hfpatch.plan("llama-tiny", seq_len=4096, gpu="a100-80gb")
-    assert found.host_assumed and found.host_usable_bytes == int(0.9 * (160 << 30))
+    assert found.host.assumed and found.host.usable_bytes == int(0.9 * (160 << 30))
     line = next(line for line in str(found).splitlines() if line.startswith("host memory"))
     assert line.endswith("of 144.0 GiB, of 160 GiB assumed (yours: --host-ram)")
-    needed = math.ceil(found.host_peak_bytes / 0.9 / 2**30)
+    needed = math.ceil(found.host.peak_bytes / 0.9 / 2**30)
     assert str(found).splitlines()[0].endswith(f": fits, with {needed} GiB of RAM")
     small = hfpatch.plan("llama-tiny", seq_len=4096, gpu="8GiB")
-    assert small.host_usable_bytes == int(0.9 * (64 << 30))
+    assert small.host.usable_bytes == int(0.9 * (64 << 30))
     given = hfpatch.plan("llama-tiny", seq_len=4096, gpu="8GiB", host_ram="32GiB")
-    assert not given.host_assumed and "assumed (yours" not in str(given)
+    assert not given.host.assumed and "assumed (yours" not in str(given)
 
 
 @LONG  # test_plan.py: the command offers them
 def test_where_all_weights_do_not_fit_adapters_are_offered():
     asked = {"seq_len": 8192, "gpu": "4GiB", "placement": "gpu8bit", "host_ram": "16GiB"}
     found = hfpatch.plan("llama-3.2-1b", **asked)
-    offered = next(s for s in found.suggestions if s["change"].startswith("--lora-r"))
+    offered = next(s for s in found.advice.suggestions if s["change"].startswith("--lora-r"))
     base = "4bit" if "4bit" in offered["change"] else "bf16"
     taken = hfpatch.plan("llama-3.2-1b", **asked, adapters=Adapters(16, base))
     assert not found.fits and taken.fits
-    assert taken.gpu_peak_bytes == offered["gpu_peak_bytes"]
-    seconds = [round(s["step_seconds"], 1) for s in found.suggestions]
+    assert taken.gpu.peak_bytes == offered["gpu_peak_bytes"]
+    seconds = [round(s["step_seconds"], 1) for s in found.advice.suggestions]
     assert seconds == sorted(seconds)
 
 

@@ -52,7 +52,7 @@ POLICIES = {
     "all": dataclasses.replace(LEAST, tile=1024, plain=99, aim="fastest"),
     "gpu": dataclasses.replace(LEAST, offload="gpu", tile=2048),
     "segments": dataclasses.replace(LEAST, tile=1024, every=2, keep="input"),
-    "stock": "stock",
+    "stock": Checkpointing("off"),
 }
 FEW = {("qwen3_moe", "host"), ("llama", "all")}
 CASES = [
@@ -62,9 +62,9 @@ CASES = [
 ]
 
 
-def steps_of(family: str, adapters=None) -> Steps:
+def steps_of(family: str, adapters=None, stock: str = "") -> Steps:
     model = model_of(Values(FAMILIES[family] | {"model_type": family}), adapters)
-    return Steps(model, model.sizes, GPUS["h100"], 1)
+    return Steps(model, model.sizes, GPUS["h100"], 1, stock=stock)
 
 
 def close(few, full, rel: float) -> None:
@@ -78,10 +78,10 @@ def close(few, full, rel: float) -> None:
 
 @pytest.mark.parametrize("family, name", CASES)
 def test_few_layers_tell_what_all_take(family, name):
-    policy = POLICIES[name]
-    few = steps_of(family).cost(4096, policy)
+    asked = {"family": family, "stock": "stock" if name == "stock" else ""}
+    few = steps_of(**asked).cost(4096, POLICIES[name])
     with mock.patch.object(Model, "depths", lambda self, *_: (self.layers, 0)):
-        full = steps_of(family).cost(4096, policy)
+        full = steps_of(**asked).cost(4096, POLICIES[name])
     close(few, full, 0.02)
 
 
@@ -151,8 +151,8 @@ def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, batches):
     ):
         steps = partial(torch.optim.SGD, lr=0.0) if batches == 1 else None
         simulate(model, 1, tokens, steps=6, optimizer=steps)
-    assert abs(chosen[-1].plain - planned.policy["plain"]) <= 1, (chosen, planned.policy)
-    assert chosen[-1].tile == planned.policy["tile"]
+    assert abs(chosen[-1].plain - planned.policy.plain) <= 1, (chosen, planned.policy)
+    assert chosen[-1].tile == planned.policy.tile
 
 
 @pytest.mark.parametrize("name", ["host", pytest.param("plain", marks=LONG)])
@@ -160,7 +160,7 @@ def test_a_batch_is_planned_beside_the_gradients_of_earlier_ones(name):
     values, tokens = FAMILIES["llama"] | {"model_type": "llama"}, 4096
     run = {"seq_len": tokens, "placement": "adamw", "checkpointing": POLICIES[name]}
     one, several = (
-        hfpatch.plan(values, **run, gradient_accumulation_steps=n).gpu_bytes for n in (1, 8)
+        hfpatch.plan(values, **run, gradient_accumulation_steps=n).gpu.parts for n in (1, 8)
     )
     model = prepare(build(values), "hfpatch")
     two = simulate(model, 1, tokens, steps=2, policy=POLICIES[name]).peak_bytes
@@ -186,9 +186,9 @@ def test_a_plan_that_climbed_too_far_steps_down_until_it_fits(run):
     values = FAMILIES["llama"] | {"model_type": "llama"}
     gpu = dataclasses.replace(GPUS["h100"], memory_bytes=2 * GiB)
     found = hfpatch.plan(values, seq_len=8192, gpu=gpu, **run)
-    assert found.fits and found.policy["plain"] > 1
+    assert found.fits and found.policy.plain > 1
     # most gradients come once the layers that keep all have let go
-    assert found.gpu_bytes["gradients"] < found.gpu_bytes["parameters"] / 2
+    assert found.gpu.parts["gradients"] < found.gpu.parts["parameters"] / 2
 
 
 def test_what_a_tile_s_backward_takes_is_per_token():

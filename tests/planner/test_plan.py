@@ -31,9 +31,7 @@ from hfpatch.planner import answer, show
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
 
-KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds",
-        "tokens_per_second", "mfu", "policy",
-        "suggestions")  # fmt: skip
+KEYS = {"fits", "run", "gpu", "host", "time", "policy", "advice"}
 RUN = {"seq_len": 131072, "gpu": "a100-80gb", "host_ram": "256GiB"}
 
 
@@ -56,7 +54,9 @@ def test_trainers_own_optimizer_can_be_planned(name, dtype):
         value for state in optimizer.state.values() for key, value in state.items() if key != "step"
     ]
     shape = model_of(Values(model.config.to_dict())).sizes
-    assert resident(name, shape, 1).optimizer == sum(value.nbytes for value in states)
+    assert resident(name, shape, 1, Checkpointing()).optimizer == sum(
+        value.nbytes for value in states
+    )
     # fp32 weights have a bf16 copy under autocast, of which a tiled layer drops its own.
     for whole, copied in (
         (True, shape.parameters),
@@ -65,18 +65,19 @@ def test_trainers_own_optimizer_can_be_planned(name, dtype):
         weights = sum(p.nbytes for p in model.parameters()) + (
             2 * copied if dtype == "float32" else 0
         )
-        assert resident(name, shape, 1, "off" if whole else None).parameters == weights
+        policy = Checkpointing("off" if whole else "auto")
+        assert resident(name, shape, 1, policy).parameters == weights
     found = plan("llama-160m", seq_len=1024, placement=name)
     assert found.fits and name in str(found) and name not in candidates("auto", 1)
 
 
 def test_the_job_this_is_for_fits():
     found = hfpatch.plan("llama-3.1-8b", **RUN)
-    assert found.fits and found.suggestions == []
-    assert sum(found.gpu_bytes.values()) == found.gpu_peak_bytes <= found.gpu_usable_bytes
-    assert set(found.gpu_bytes) == {"parameters", "gradients", "optimizer", "activations", "slack"}
-    assert found.step_seconds == pytest.approx(sum(found.seconds.values()))
-    assert 0.2 < found.mfu < 0.7
+    assert found.fits and found.advice.suggestions == []
+    assert sum(found.gpu.parts.values()) == found.gpu.peak_bytes <= found.gpu.usable_bytes
+    assert set(found.gpu.parts) == {"parameters", "gradients", "optimizer", "activations", "slack"}
+    assert found.time.step_seconds == pytest.approx(sum(found.time.parts.values()))
+    assert 0.2 < found.time.mfu < 0.7
     assert "fits" in str(found) and "zero3-offload" in str(found)
 
 
@@ -90,11 +91,11 @@ def test_the_job_this_is_for_fits():
 ])  # fmt: skip
 def test_suggestions_hold(run):
     found = plan("llama-3.2-1b", **run)
-    assert not found.fits and found.suggestions
+    assert not found.fits and found.advice.suggestions
     names = {"--gpu": "gpu", "--gpus": "gpus", "--host-ram": "host_ram", "--placement": "placement",
              "--batch": "batch",
              "--seq-len": "seq_len", "--checkpointing": "checkpointing"}  # fmt: skip
-    for suggestion in found.suggestions:
+    for suggestion in found.advice.suggestions:
         flag, value = suggestion["change"].split()[:2]
         if flag == "--lora-r":
             changed = run | {
@@ -116,9 +117,9 @@ def test_longest_sequence_is_the_longest():
     """To a thirtieth."""
     same = {"gpu": "l40s", "host_ram": "256GiB", "placement": "gpu8bit"}
     found = plan("llama-160m", seq_len=65536, **same, max_seq_len=True)
-    assert found.max_seq_len > 65536
-    assert plan("llama-160m", **same, seq_len=found.max_seq_len).fits
-    longer = found.max_seq_len * 33 // 32 + 1024
+    assert found.advice.max_seq_len > 65536
+    assert plan("llama-160m", **same, seq_len=found.advice.max_seq_len).fits
+    longer = found.advice.max_seq_len * 33 // 32 + 1024
     assert not plan("llama-160m", **same, seq_len=longer).fits
 
 
@@ -127,15 +128,17 @@ def test_every_placement_answers(gpus):
     for row in PLACEMENTS.values():
         if row.one if gpus == 1 else row.sharded:
             found = plan("llama-160m", seq_len=8192, gpus=gpus, placement=row.name)
-            assert found.placement == row.name and found.step_seconds > 0
-            assert found.tokens_per_second == pytest.approx(gpus * 8192 / found.step_seconds)
+            assert found.run.placement == row.name and found.time.step_seconds > 0
+            assert found.time.tokens_per_second == pytest.approx(
+                gpus * 8192 / found.time.step_seconds
+            )
 
 
 @LONG
 def test_every_gpu_answers():
     for name in GPUS:
         found = plan("llama-160m", seq_len=4096, gpu=name)
-        assert found.fits and 0 < found.mfu < 1, name
+        assert found.fits and 0 < found.time.mfu < 1, name
 
 
 def test_files_are_planned_at_the_disk_s_rate(tmp_path):
@@ -146,8 +149,8 @@ def test_files_are_planned_at_the_disk_s_rate(tmp_path):
     eight, sixteen = (plan("llama-3.2-1b", **run, gpus=gpus) for gpus in (8, 16))
     # inputs, attention outputs and lse of each of eight ranks
     out = 16 * (2 * 2 * 2048 + 4 * 32) * 16384
-    more = sixteen.seconds["copy_wait"] - eight.seconds["copy_wait"]
-    into, back = out / DISK_WRITES, (eight.link_bytes - out) / DISK_READS
+    more = sixteen.time.parts["copy_wait"] - eight.time.parts["copy_wait"]
+    into, back = out / DISK_WRITES, (eight.host.link_bytes - out) / DISK_READS
     assert more == pytest.approx(8 * (into + back), rel=0.03)
 
 
@@ -163,7 +166,7 @@ def test_models_in_every_form(tmp_path):
         str(tmp_path),
         str(tmp_path / "config.json"),
     ]
-    peaks = {plan(form, seq_len=4096).gpu_peak_bytes for form in forms}
+    peaks = {plan(form, seq_len=4096).gpu.peak_bytes for form in forms}
     assert len(peaks) == 1
 
 
@@ -208,10 +211,10 @@ def test_command_json_and_exit_codes(capsys):
     common += ["--seq-len", "8k"]
     assert cli.main([*common, "--gpu", "a100-80gb"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert all(key in answer for key in KEYS) and answer["fits"] is True
+    assert set(answer) == KEYS and answer["fits"] is True and answer["gpu"]["peak_bytes"] > 0
     assert cli.main([*common, "--gpu", "rtx4090", "--placement", "gpu8bit"]) == 3
     answer = json.loads(capsys.readouterr().out)
-    changes = {suggestion["change"].split()[0] for suggestion in answer["suggestions"]}
+    changes = {suggestion["change"].split()[0] for suggestion in answer["advice"]["suggestions"]}
     assert answer["fits"] is False and {"--placement", "--lora-r"} <= changes
     assert cli.main([*common, "--gpu", "abacus"]) == 2
     captured = capsys.readouterr()
@@ -241,8 +244,8 @@ def test_untiled_layers_are_planned_as_apply_serves_them(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(small))
     asked = ["plan", "--model", str(tmp_path), "--seq-len", "8192", "--placement", "gpu8bit"]
     assert cli.main([*asked, "--json"]) == 0
-    named = json.loads(capsys.readouterr().out)
-    assert named["policy"].startswith("layers run untiled (attention dropout")
+    named = json.loads(capsys.readouterr().out)["advice"]
+    assert named["keeps"].startswith("layers run untiled (attention dropout")
     assert named["why"].startswith("simulated")
 
 
@@ -261,11 +264,13 @@ def test_a_model_of_any_family_is_planned(tmp_path, capsys):
     assert cli.main(arguments) == 0
     answer = json.loads(capsys.readouterr().out)
     parameters = sum(p.numel() for p in build(NEOX).parameters())
-    assert answer["gpu_bytes"]["parameters"] == 2 * parameters
-    assert answer["gpu_bytes"]["activations"] > 2 * 2048 * 64 * 2
-    bytes_moved = answer["seconds"]["elementwise"] * GPUS["h100"].bandwidth
-    assert bytes_moved > 2 * 2048 * (40 * 64 + 10 * 128 + 5 * 512) and answer["step_seconds"] > 0
-    assert answer["seconds"]["optimizer"] > 0 and answer["seconds"]["exchange"] == 0  # one GPU
+    assert answer["gpu"]["parts"]["parameters"] == 2 * parameters
+    assert answer["gpu"]["parts"]["activations"] > 2 * 2048 * 64 * 2
+    seconds = answer["time"]["parts"]
+    assert seconds["elementwise"] * GPUS["h100"].bandwidth > (
+        2 * 2048 * (40 * 64 + 10 * 128 + 5 * 512)
+    )
+    assert seconds["optimizer"] > 0 and seconds["exchange"] == 0  # one GPU
 
 
 def test_what_loops_over_single_tokens_is_not_simulated_for_ever(monkeypatch):
@@ -286,10 +291,10 @@ def test_adapters_and_the_longest_sequence_of_any_family():
     asked = {"gpu": card, "checkpointing": "stock", "adapters": Adapters(8)}
     found = plan(NEOX, seq_len=4096, max_seq_len=True, **asked)
     columns = 2 * (64 + 192 + 64 + 64 + 64 + 128 + 128 + 64)  # of two layers' four Linear layers
-    assert found.gpu_bytes["gradients"] <= 2 * 8 * columns < found.gpu_bytes["parameters"]
-    assert found.seconds["optimizer"] < 1e-4 and found.adapters["rank"] == 8
-    assert plan(NEOX, seq_len=found.max_seq_len, **asked).fits
-    assert not plan(NEOX, seq_len=found.max_seq_len * 33 // 32 + 1024, **asked).fits
+    assert found.gpu.parts["gradients"] <= 2 * 8 * columns < found.gpu.parts["parameters"]
+    assert found.time.parts["optimizer"] < 1e-4 and found.run.adapters["rank"] == 8
+    assert plan(NEOX, seq_len=found.advice.max_seq_len, **asked).fits
+    assert not plan(NEOX, seq_len=found.advice.max_seq_len * 33 // 32 + 1024, **asked).fits
 
 
 @LONG
@@ -331,17 +336,17 @@ def test_the_language_tower_of_a_model_of_several_is_planned(tmp_path, capsys):
             == 0
         )
         answer = json.loads(capsys.readouterr().out)
-        assert answer["gpu_bytes"] == plan(text, seq_len=32768, placement="gpu8bit").gpu_bytes
-        assert answer["model"].endswith("(language tower)")
+        assert answer["gpu"]["parts"] == plan(text, seq_len=32768, placement="gpu8bit").gpu.parts
+        assert answer["run"]["model"].endswith("(language tower)")
 
 
 def test_the_first_step_is_planned_within_a_minute_beside_its_own():
     found = plan("llama-3.2-1b", **RUN | {"placement": "gpu8bit", "seq_len": 16384})
-    seconds = found.first_step
-    pinned = found.host_peak_bytes - 4 * GiB
+    seconds = found.time.first_step
+    pinned = found.host.peak_bytes - 4 * GiB
     assert seconds["pinning"] == pytest.approx(pinned / PIN_BYTES_PER_SECOND)
     assert seconds["compiling"] > 0 and sum(seconds.values()) <= 60
-    assert f"first step      {found.step_seconds + sum(seconds.values()):.1f} s" in str(found)
+    assert f"first step      {found.time.step_seconds + sum(seconds.values()):.1f} s" in str(found)
 
 
 def test_a_plan_is_its_caller_s_own():
@@ -352,11 +357,10 @@ def test_a_plan_is_its_caller_s_own():
     asked = {"seq_len": 1024, "placement": "gpu8bit", "checkpointing": settings}
     asked["adapters"] = Adapters(16, targets=["q_proj"])
     first = plan("llama-160m", **asked)
-    expected = dict(first.to_dict(), policy=dict(first.policy))
-    for told in (first.gpu_bytes, first.seconds, first.policy):
+    for told in (first.gpu.parts, first.time.parts):
         told.clear()
     again = plan("llama-160m", **asked)
-    assert again.policy == expected["policy"] and again.gpu_bytes and again.seconds
+    assert again.policy == first.policy and again.gpu.parts and again.time.parts
 
 
 def test_a_repeated_question_is_answered_at_once(tmp_path):
@@ -391,13 +395,13 @@ def test_a_faster_placement_that_fits_is_named():
     run = {"seq_len": 8192, "gpu": "h100"}
     found = plan("llama-3.1-8b", **run)
     other = plan("llama-3.1-8b", **run, placement="gpu8bit")
-    assert found.placement == "zero3-offload" and other.fits
-    assert other.step_seconds < (1 - SECONDS_ERROR) * found.step_seconds
-    assert found.faster == {"placement": "gpu8bit", "step_seconds": other.step_seconds}
+    assert found.run.placement == "zero3-offload" and other.fits
+    assert other.time.step_seconds < (1 - SECONDS_ERROR) * found.time.step_seconds
+    assert found.advice.faster == {"placement": "gpu8bit", "step_seconds": other.time.step_seconds}
     (line,) = re.findall(r"^faster +(.*)$", str(found), re.M)
-    seconds = f"{other.step_seconds:.1f} s ({show.span(other.step_seconds)})"
+    seconds = f"{other.time.step_seconds:.1f} s ({show.span(other.time.step_seconds)})"
     assert line.startswith(f"{seconds} with --placement gpu8bit: bf16 weights rounded at random")
-    assert not other.faster and "\nfaster" not in str(other)
+    assert not other.advice.faster and "\nfaster" not in str(other)
 
 
 HYBRIDS = {
@@ -419,10 +423,10 @@ def test_a_hybrid_s_plan_is_what_its_whole_length_takes(family):
     small = scaled_config(config_class(family)(**HYBRIDS[family]), 4).to_dict()
     asked = {"placement": "gpu8bit", "checkpointing": Checkpointing(tile=256)}
     found = plan(small, seq_len=2048, **asked)
-    step = simulate(prepare(build(small), "hfpatch"), 1, 2048, policy=Checkpointing(**found.policy))
+    step = simulate(prepare(build(small), "hfpatch"), 1, 2048, policy=found.policy)
     taken = step.peak_bytes - step.categories["parameters"]
-    planned = found.gpu_bytes["activations"] + found.gpu_bytes["gradients"]
+    planned = found.gpu.parts["activations"] + found.gpu.parts["gradients"]
     assert planned == pytest.approx(taken, rel=0.05)
-    on_host = found.host_peak_bytes - answer.PROCESS_BYTES
+    on_host = found.host.peak_bytes - answer.PROCESS_BYTES
     assert on_host == pytest.approx(step.host_peak_bytes, rel=0.05)
-    assert found.flops == pytest.approx(step.flops["total"], rel=0.05)
+    assert found.time.flops == pytest.approx(step.flops["total"], rel=0.05)

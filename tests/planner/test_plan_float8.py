@@ -14,16 +14,22 @@ ASKED = {"seq_len": 8192, "gpu": "h100", "placement": "gpu8bit", "checkpointing"
 
 def test_products_are_faster_and_casts_take_memory():
     plain, float8 = (plan("llama-3.2-1b", **ASKED, fp8=fp8) for fp8 in (None, "rowwise"))
-    assert plain.seconds["matmul"] / float8.seconds["matmul"] == pytest.approx(8532 / 6667, 2e-2)
-    assert plain.seconds["attention"] == float8.seconds["attention"]
+    assert plain.time.parts["matmul"] / float8.time.parts["matmul"] == pytest.approx(
+        8532 / 6667, 2e-2
+    )
+    assert plain.time.parts["attention"] == float8.time.parts["attention"]
     # down_proj's input: 8,192 x 8,192 numbers, twice in float32, and both operands in float8
-    more = float8.gpu_bytes["parameters"] - plain.gpu_bytes["parameters"]
+    more = float8.gpu.parts["parameters"] - plain.gpu.parts["parameters"]
     assert more == (8 + 1) * 8192 * 8192 + 8192 * 2048
-    assert float8.mfu > plain.mfu and "torchtitan" in float8.why and "torchtitan" not in plain.why
+    assert (
+        float8.time.mfu > plain.time.mfu
+        and "torchtitan" in float8.advice.why
+        and "torchtitan" not in plain.advice.why
+    )
     # of three products of a Linear the weight gradient's stays in bf16
-    high = plan("llama-3.2-1b", **ASKED, fp8="rowwise_with_gw_hp").seconds["matmul"]
+    high = plan("llama-3.2-1b", **ASKED, fp8="rowwise_with_gw_hp").time.parts["matmul"]
     assert high == pytest.approx(
-        (plain.seconds["matmul"] + 2 * float8.seconds["matmul"]) / 3, rel=1e-2
+        (plain.time.parts["matmul"] + 2 * float8.time.parts["matmul"]) / 3, rel=1e-2
     )
 
 

@@ -71,17 +71,17 @@ def test_images_and_videos_are_counted():
     values, run = values_of("qwen3_vl"), RUN | {"checkpointing": "host"}
     text = plan(values, **run)
     plans = [plan(values, **run, images=2), plan(values, **run, images=2, video_tokens=4_000)]
-    assert [p.visual_tokens for p in (text, *plans)] == [0, 2048, 6048]
+    assert [p.run.visual_tokens for p in (text, *plans)] == [0, 2048, 6048]
     for less, more in zip((text, *plans), plans):
-        assert more.step_seconds > less.step_seconds and more.host_peak_bytes > less.host_peak_bytes
-        assert more.flops > less.flops
-    more = plans[0].gpu_bytes["parameters"] - text.gpu_bytes["parameters"]
+        assert more.host.peak_bytes > less.host.peak_bytes
+        assert more.time.step_seconds > less.time.step_seconds and more.time.flops > less.time.flops
+    more = plans[0].gpu.parts["parameters"] - text.gpu.parts["parameters"]
     assert more == pytest.approx(2 * tower_in_front(values, 1, 0).parameters, rel=0.01)
-    assert 0 < plans[0].seconds["image_tower"] < plans[1].seconds["image_tower"]
-    assert "seconds" not in text.seconds and "image_tower" not in text.seconds
+    assert 0 < plans[0].time.parts["image_tower"] < plans[1].time.parts["image_tower"]
+    assert "image_tower" not in text.time.parts
     double = plan(values, **run, batch=2, images=2)
-    assert double.seconds["image_tower"] == pytest.approx(
-        2 * plans[0].seconds["image_tower"], rel=0.03
+    assert double.time.parts["image_tower"] == pytest.approx(
+        2 * plans[0].time.parts["image_tower"], rel=0.03
     )
 
 
@@ -110,10 +110,10 @@ def test_beside_adapters_the_tower_is_frozen():
     values, fixed = values_of("qwen3_vl"), RUN | {"checkpointing": "host"}
     run = fixed | {"placement": "gpu8bit", "adapters": Adapters(16)}
     text, found = plan(values, **run), plan(values, **run, video_tokens=4096)
-    assert found.gpu_bytes["optimizer"] == text.gpu_bytes["optimizer"]
+    assert found.gpu.parts["optimizer"] == text.gpu.parts["optimizer"]
     full = plan(values, **fixed, video_tokens=4096)
-    assert found.seconds["image_tower"] < full.seconds["image_tower"] / 3
-    assert found.host_peak_bytes == text.host_peak_bytes < full.host_peak_bytes
+    assert found.time.parts["image_tower"] < full.time.parts["image_tower"] / 3
+    assert found.host.peak_bytes == text.host.peak_bytes < full.host.peak_bytes
 
 
 @pytest.mark.parametrize("kind, per_image", tiny.longer([
@@ -166,4 +166,4 @@ def test_the_command(capsys):
     said = capsys.readouterr().out
     assert "1 x 8,192 tokens (4,096 of them visual) on h200" in said and "image tower" in said
     assert cli.main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["visual_tokens"] == 4096
+    assert json.loads(capsys.readouterr().out)["run"]["visual_tokens"] == 4096

@@ -26,17 +26,17 @@ def shared(seq_len=M, **more):
 @LONG
 def test_a_million_tokens_fit_on_eight():
     plan = shared()
-    assert plan.policy["plain"] == 2  # memory is left to run some layers once
-    assert plan.fits and plan.seq_len == M and ", 8 GPUs a sequence): fits" in str(plan)
-    assert plan.tokens_per_second == pytest.approx(M / plan.step_seconds)
+    assert plan.policy.plain == 2  # memory is left to run some layers once
+    assert plan.fits and plan.run.seq_len == M and ", 8 GPUs a sequence): fits" in str(plan)
+    assert plan.time.tokens_per_second == pytest.approx(M / plan.time.step_seconds)
     part = hfpatch.plan("llama-3.1-8b", seq_len=M // 8, **EIGHT)
-    assert plan.seconds["matmul"] == pytest.approx(part.seconds["matmul"], rel=0.1)
+    assert plan.time.parts["matmul"] == pytest.approx(part.time.parts["matmul"], rel=0.1)
 
 
 @LONG
 def test_sharing_rows_is_offered_where_whole_ones_do_not_fit():
     rows = hfpatch.plan("llama-3.1-8b", seq_len=M, **EIGHT)
-    assert not rows.fits and "--sp-size 2" in [s["change"] for s in rows.suggestions]
+    assert not rows.fits and "--sp-size 2" in [s["change"] for s in rows.advice.suggestions]
 
 
 def test_what_goes_between_the_gpus():
@@ -73,10 +73,10 @@ def test_a_model_is_simulated_on_one_rank():
     """A quarter of the matmuls and, with heads shared out, of attention over the whole row."""
     four = {"gpus": 4, "seq_len": 1 << 14, "placement": "fsdp2", "checkpointing": "least"}
     one, shared = (hfpatch.plan(OTHERS, sp_size=size, **four) for size in (1, 4))
-    assert shared.seq_len == 1 << 14 and shared.sp_size == 4
-    assert 4 * shared.flops == pytest.approx(one.flops, rel=0.01)
+    assert shared.run.seq_len == 1 << 14 and shared.run.sp_size == 4
+    assert 4 * shared.time.flops == pytest.approx(one.time.flops, rel=0.01)
     # Once for all ranks, not once a rank.
-    assert one.host_peak_bytes > shared.host_peak_bytes
+    assert one.host.peak_bytes > shared.host.peak_bytes
 
 
 DELTA = {"model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 512,
@@ -110,9 +110,9 @@ def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
             assert 4 * four["flops"][kind][way] == pytest.approx(one["flops"][kind][way], rel=0.05)
     assert four["most_beyond_bytes"] < one["most_beyond_bytes"]
     planned = asked("plan", "--gpus", "4", "--sp-size", "4", "--placement", "fsdp2")
-    assert planned["sp_size"] == 4 and planned["fits"]
+    assert planned["run"]["sp_size"] == 4 and planned["fits"]
     taken = four["peak_bytes"] - four["categories"]["parameters"]
-    assert planned["gpu_bytes"]["activations"] <= taken
+    assert planned["gpu"]["parts"]["activations"] <= taken
 
 
 @pytest.mark.parametrize("config, more, said", [

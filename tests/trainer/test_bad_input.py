@@ -249,14 +249,10 @@ def test_a_run_is_planned_before_its_weights_load(refused, monkeypatch, capsys):
 
 def test_ways_to_fit_are_flags_of_this_command(refused, monkeypatch):
     changes = "--gpu h200", "--lora-r 16 --base 4bit", "--gpus 4", "--batch 1", "--seq-len 4096"
-    found = mock.Mock(
-        fits=False,
-        suggestions=[{"change": change} for change in changes],
-        gpu_peak_bytes=1,
-        gpu_usable_bytes=1,
-        host_peak_bytes=1,
-        host_usable_bytes=1,
-    )
+    found = mock.Mock(fits=False, **{
+        "gpu.peak_bytes": 1, "gpu.usable_bytes": 1, "host.peak_bytes": 1, "host.usable_bytes": 1,
+        "advice.suggestions": [{"change": change} for change in changes],
+    })  # fmt: skip
     monkeypatch.setattr("hfpatch.trainer.footprint.this_gpu", lambda args: GPUS["a100-80gb"])
     monkeypatch.setattr("hfpatch.trainer.footprint.plan", lambda *args, **kwargs: found)
     ways = "--lora-r 16 --load_in_4bit; --per_device_train_batch_size 1; --seq-len 4096."

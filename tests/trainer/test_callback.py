@@ -35,7 +35,9 @@ def make_trainer(tmp_path, *callbacks, model=None, **flags):
 
 
 def test_a_plan_is_compared_with_the_second_step(tmp_path, capsys, monkeypatch):
-    planned = SimpleNamespace(gpu_peak_bytes=58.5 * 2**30, step_seconds=1.9)
+    planned = SimpleNamespace(
+        gpu=SimpleNamespace(peak_bytes=58.5 * 2**30), time=SimpleNamespace(step_seconds=1.9)
+    )
     trainer = make_trainer(tmp_path, Callback(plan=planned), gradient_accumulation_steps=2)
     trainer.train()
     line = r"hfpatch: planned 1\.9 s, took \d+\.\d \(a batch of step 2\)\."
