@@ -65,8 +65,8 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
         )
     if dropout := getattr(stack.config, "attention_dropout", 0.0):
         notes.append(f"attention_dropout is {dropout}: in training, layers run untiled.")
-    positions = getattr(stack.config, "max_position_embeddings", None)
-    if positions and getattr(stack.config, "rope_parameters", None):
+    rotary = getattr(stack.config, "rope_parameters", None)
+    if positions := rotary and getattr(stack.config, "max_position_embeddings", None):
         notes.append(
             f"positions end at {positions:,} tokens: longer sequences need rope_parameters (guide: A "
             "longer context)."

@@ -1,6 +1,7 @@
 """apply, undo and the report: what changes, what comes back, what is refused."""
 
 import copy
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -358,40 +359,37 @@ def test_modules_sharded_inside_a_layer(one_process, around, capsys):
     assert "run untiled, their inputs offloaded: modules in it are sharded by themselves" in said
 
 
+@contextmanager
+def with_liger(function: str, model):
+    """A context in which this function of Liger has changed the model."""
+    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
+    kept = {n: getattr(hf, n) for n in dir(hf)}
+    try:
+        getattr(liger, function)(model=model)
+        yield
+    except ImportError as error:
+        pytest.skip(str(error))  # this Liger wants another transformers
+    finally:
+        for name, value in kept.items():
+            setattr(hf, name, value)
+
+
 def test_liger_refused():
     """Liger binds its forwards on the instance: a class swap under them would do nothing, so it is
     not done.
     """
-    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
-    model = tiny.llama()
-    kept = {n: getattr(hf, n) for n in dir(hf)}
-    try:
-        try:
-            liger.apply_liger_kernel_to_llama(model=model)
-        except ImportError as error:
-            pytest.skip(str(error))  # this Liger wants another transformers
+    with with_liger("apply_liger_kernel_to_llama", model := tiny.llama()):
         refused(model, "Liger", "use_liger_kernel")
-    finally:
-        for name, value in kept.items():
-            setattr(hf, name, value)
 
 
 def test_liger_after_apply_is_refused():
     """As TrainingArguments(use_liger_kernel=True) does when a Trainer is made of a patched model."""
-    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
-    model = tiny.llama()
-    hfpatch.apply(model)
-    kept = {n: getattr(hf, n) for n in dir(hf)}
-    try:
-        try:
-            liger._apply_liger_kernel_to_instance(model=model)
-        except ImportError as error:
-            pytest.skip(str(error))  # this Liger wants another transformers
-        with pytest.raises(ValueError, match="^hfpatch: .*Liger's .*Drop use_liger_kernel"):
-            model(**tiny.labelled())
-    finally:
-        for name, value in kept.items():
-            setattr(hf, name, value)
+    model = tiny.patched(tiny.llama())
+    with (
+        with_liger("_apply_liger_kernel_to_instance", model),
+        pytest.raises(ValueError, match="^hfpatch: .*Liger's .*Drop use_liger_kernel"),
+    ):
+        model(**tiny.labelled())
 
 
 # --- models other than LlamaForCausalLM -----------------------------------------------------------

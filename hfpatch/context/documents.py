@@ -204,14 +204,12 @@ def _padding(
     front_BT = visible_BT.cumsum(1) == 0
     back_BT = visible_BT.flip(1).cumsum(1).flip(1) == 0
     starts_BT[:, 1:] |= front_BT[:, :-1] & ~front_BT[:, 1:]
-    # Where nobody knows what the loss reads, back padding makes no holes, and all padding counts as
+    # Where it is unknown what the loss reads, back padding makes no holes, and all padding counts as
     # read.
-    all_BT = torch.ones_like(visible_BT)
-    unread_BT = all_BT if idle_BT is None else idle_BT.bool()
-    holes = not (visible_BT | front_BT | back_BT & unread_BT).all()
-    only_the_loss_reads = idle_BT is not None and not watched
-    read_BT = ~unread_BT if only_the_loss_reads else all_BT
-    return holes, bool((read_BT & ~visible_BT).any())
+    loss_BT = torch.zeros_like(visible_BT) if idle_BT is None else ~idle_BT.bool()
+    hidden_BT = ~visible_BT
+    read_BT = hidden_BT if idle_BT is None or watched else hidden_BT & loss_BT
+    return bool((hidden_BT & ~front_BT & (~back_BT | loss_BT)).any()), bool(read_BT.any())
 
 
 def _chunks(starts_BT: Tensor, positions_BT: Tensor | None, chunk: int) -> Tensor:
@@ -227,9 +225,8 @@ def _chunks(starts_BT: Tensor, positions_BT: Tensor | None, chunk: int) -> Tenso
 
 def _on_host(*given: Tensor | None) -> list[Tensor | None] | None:
     """These tensors on the host, in one copy; None in a simulation, which has no values."""
-    xs = [x for x in given if x is not None]
     # Without any, a number shows a simulation, and nothing waits for the device.
-    xs = xs or [torch.zeros(1, device="cpu")]
+    xs = [x for x in given if x is not None] or [torch.zeros(1, device="cpu")]
     flat = on_host(torch.cat([x.reshape(-1) for x in xs]))
     if flat is None:
         return None

@@ -313,11 +313,11 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool, l
     step = meter.step
     measured = {}
     if step is not None and step.forward.ends is not None:
-        call = step.call
+        sizes = step.sizes
         for name in ("stands", "loss", "after", "tiled"):
-            numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
+            numbers[name] = (getattr(sizes, name).points or [[0, 0]])[-1][1]
         numbers["layers_forward"] = step.forward.clocks[1] - step.forward.clocks[0]
-        measured = {"exact": step.backward.exact, "kinds": tuple(call.kinds), "able": meter.able}
+        measured = {"exact": step.backward.exact, "kinds": tuple(sizes.kinds), "able": meter.able}
     bottom = sum(trained_bytes_of(m) for m in layers_of(model)[:last])
     bottom += trained_bytes_of(model.get_input_embeddings())
     early, late = moments_of(found.ledger, bottom)

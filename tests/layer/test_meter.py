@@ -4,23 +4,19 @@ is left is used.
 
 import json
 import sys
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.budget.measured import Kind, StepPlan, StepSizes
-from hfpatch.budget.policy import LEAST, Checkpointing
+from hfpatch.budget.measured import Kind, StepPlan
+from hfpatch.budget.policy import LEAST
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.layer import policies
 from hfpatch.layer.meter import Meter
-from hfpatch.layer.policies import Shape
-from hfpatch.layer.runtime import LayerRuntime
 from tests.layer.deep import tiny_llama, tokens
 from tests.layer.devices import Counters, GiB, OfLedger, Told, on_device
 
@@ -303,47 +299,3 @@ def test_frozen_layers_below_the_first_trained_one_keep_nothing(monkeypatch, cap
     (meter,) = model.model._hfpatch.runtime.meters.values()
     assert [kind is None for kind in meter.step.forward.kinds] == [True, True, False]
     assert asked[-1] == 1 and "tokens: 1 keep" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("gates_in, room", [(1, 20), (3, 80)])
-def test_a_layer_that_keeps_all_begins_without_sources_of_copies_that_are_over(gates_in, room):
-    """Of gate and up, if the two layers before sent none: holes of their size would stay."""
-    meter = Meter(Card(), list, 4)
-    meter.kinds["a"] = Kind(kept=100)
-    meter.begin()
-    step, policy = meter.step, replace(LEAST, keep=gates_in)
-    step.rows, step.limit = 1, 1000
-    step.plan = StepPlan(policy, ["a"] * 4, [False] * 3 + [True], gate_up=30, ahead=80)
-    assert meter.layer_begins(3, "a", 0) and step.forward.room == room
-
-
-@pytest.mark.parametrize("keep, other, kept", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])
-def test_ranks_agree_on_what_each_of_them_can_keep(keep, other, kept, monkeypatch):
-    """keep="input" is -1; a number below 0 means "unknown" to the ranks' own reduction."""
-    theirs = [0, 1024, other + 1]
-    runtime = LayerRuntime(Checkpointing(), 8)
-    least = lambda group, numbers: [  # noqa: E731
-        None if ours < 0 else min(ours, one) for ours, one in zip(numbers, theirs)
-    ]
-    monkeypatch.setattr(policies, "least_of", least)
-    meter = Meter(Card(), list, 8)
-    meter.begin()
-    shape = Shape(LEAST, replace(LEAST, keep=keep))
-    runtime._agree(meter, shape, None)
-    assert (shape.policy.keep, shape.policy.tile, meter.step.plan.firm) == (kept, 1024, True)
-
-
-def test_a_forward_that_registered_host_memory_tells_no_seconds():
-    """Registering takes the host longer than the layers take the device."""
-    clock = SimpleNamespace(elapsed_time=lambda end: 5000.0, query=lambda: True)
-    card = Card()
-    meter = Meter(card, list, 1)
-    known = StepSizes()
-    for host, points in ((8, []), (8, [[4, 5.0]])):
-        meter.begin()
-        meter.sizes[meter.step.key] = known
-        meter.step.rows = 4
-        meter.step.forward.clocks = [clock, clock]
-        card.host = host
-        meter.begin()
-        assert known.seconds.points == points
