@@ -43,8 +43,7 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     stack = decoder.stack
     layers = decoder.layers
     notes = report.notes
-    whole = Counter(reason for layer in layers if (reason := look(layer).now))
-    for reason, n in whole.items():
+    for reason, n in Counter(reason for layer in layers if (reason := look(layer).now)).items():
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
     how = (
@@ -66,7 +65,7 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     if dropout := getattr(stack.config, "attention_dropout", 0.0):
         notes.append(f"attention_dropout is {dropout}: in training, layers run untiled.")
     rotary = getattr(stack.config, "rope_parameters", None)
-    if positions := rotary and getattr(stack.config, "max_position_embeddings", None):
+    if rotary and (positions := getattr(stack.config, "max_position_embeddings", None)):
         notes.append(
             f"positions end at {positions:,} tokens: longer sequences need rope_parameters (guide: A "
             "longer context)."

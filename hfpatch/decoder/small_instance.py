@@ -191,22 +191,35 @@ def kind_of(layer: nn.Module) -> tuple:
     for name, module in _without_adapters("", layer):
         kind = class_of(module)
         if kind.__module__.split(".")[0] == home and "experts." not in name:
-            rows.append((name, vars(kind).get("_hfpatch_base", kind), _settings(module)))
+            rows.append(
+                (
+                    name,
+                    vars(kind).get("_hfpatch_base", kind),
+                    _settings(module, home != "transformers"),
+                )
+            )
     return tuple(rows)
 
 
-def _settings(module: nn.Module) -> tuple:
-    """The (name, value) pairs of a module's settings. Of an integer counts that it is not None, of a
-    float whether it is 0."""
+def _settings(module: nn.Module, own: bool) -> tuple:
+    """The (name, value) pairs of a module's settings. own: of a user's class, whose floats count by
+    whether they are 0. Of an integer counts that it is not None.
+    """
     settings = {}
     for name, value in vars(module).items():
-        if name[0] != "_" and name not in _NO_KIND and isinstance(value, str | int | float | None):
-            switch = name.startswith(("use", "is", "has", "no")) or "rope" in name
-            # 0 and 1 may be used as False and True
-            if isinstance(value, bool | str) or (switch and value in (0, 1)):
-                settings[name] = value
-            else:
-                settings[name] = value == 0 if isinstance(value, float) else value is None
+        number = own and isinstance(value, float) and "drop" not in name
+        if (
+            name[0] == "_"
+            or name in _NO_KIND
+            or not (number or isinstance(value, str | int | None))
+        ):
+            continue
+        switch = name.startswith(("use", "is", "has", "no")) or "rope" in name
+        # 0 and 1 may be used as False and True
+        if isinstance(value, bool | str) or (switch and value in (0, 1)):
+            settings[name] = value
+        else:
+            settings[name] = value == 0 if number else value is None
     return tuple(sorted(settings.items()))
 
 

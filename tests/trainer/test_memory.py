@@ -36,7 +36,7 @@ def test_what_another_training_measured_is_not_used(arguments, monkeypatch, tmp_
     hfpatch.undo(model)
     hfpatch.apply(model)
     memory.begin(model, arguments)
-    assert not any(meter.calls for meter in memory.meters(model)) and not capfd.readouterr().err
+    assert not any(meter.sizes for meter in memory.meters(model)) and not capfd.readouterr().err
     assert entry["trained"] > memory.key(model, arguments)["trained"]
     model(tokens(), labels=tokens()).loss.backward()
     memory.write(model, arguments)
@@ -92,7 +92,7 @@ def test_what_was_measured_goes_with_the_checkpoint(monkeypatch, tmp_path):
     hfpatch.apply(model)
     args.output_dir, args.resume_from_checkpoint = str(tmp_path / "b"), tmp_path / "checkpoint-2"
     memory.begin(model, args)
-    assert all(meter.calls for meter in memory.meters(model)) and memory.meters(model)
+    assert all(meter.sizes for meter in memory.meters(model)) and memory.meters(model)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1}'])
