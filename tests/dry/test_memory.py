@@ -21,6 +21,9 @@ ANNOUNCED = re.compile(r"([\d.]+) of [\d.]+ GiB of the device")
 MODEL = "llama-3.1-8b"
 long = pytest.mark.long
 LORA = {"adapters": "lora float32", "optimizer": "adamw"}
+# The optimizer steps each layer in backward, so that no gradients stand.
+MILLION = {"checkpointing": "least", "optimizer": "in backward",
+           "env": {"HFPATCH_HOST_MEMORY": 2000 << 30}}  # fmt: skip
 HOST = {"offload": "host", "every": 1, "plain": 0, "tile": 8192}
 # (layers, tokens, case, share of the card that the last step uses at least). The first two keep
 # all that there is to keep, or are told to keep little.
@@ -34,6 +37,7 @@ CASES = {
     "131k, AdamW": (32, 131072, {"optimizer": "adamw"}, 0.8),
     "131k, host": (32, 131072, {"checkpointing": HOST}, 0),
     "131k, least": (32, 131072, {"checkpointing": "least"}, 0),
+    "1M, least": (32, 1 << 20, MILLION, 0),
     "8k, 8-bit AdamW": (32, 8192, {"optimizer": "adamw8bit"}, 0.8),  # all layers keep all
     "32k, LoRA": (32, 32768, {"adapters": "lora", "optimizer": "adamw"}, 0.8),
     "131k, LoRA": (32, 131072, LORA, 0.7),
