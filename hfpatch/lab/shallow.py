@@ -193,7 +193,7 @@ def shared(sizes: Sizes, sp_size: int, gpus: int) -> Sizes:
     if gpus % sp_size:
         raise ValueError(
             f"hfpatch: --sp-size must divide --gpus, got {sp_size} and {gpus}. Pass a divisor of "
-            f"{gpus}."
+            f"{gpus}, or --gpus {sp_size}."
         )
     if sizes.num_heads > 1:  # 1: it has no attention
         why = why_not_shared_out(sizes.num_heads, sizes.num_kv_heads, sp_size)
