@@ -43,7 +43,7 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     stack = decoder.stack
     layers = decoder.layers
     notes = report.notes
-    for reason, n in Counter(reason for layer in layers if (reason := look(layer).now)).items():
+    for reason, n in Counter(reason for layer in layers if (reason := look(layer).reason)).items():
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
     how = (

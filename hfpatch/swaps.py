@@ -183,9 +183,8 @@ def _swap_layer(layer: nn.Module, part: type, known: Patched) -> None:
 
 def _configs(decoder: Decoder) -> tuple:
     """The configs that the stack and its layers read, each once. Not those of an encoder inside."""
-    readers = [decoder.stack, *(m for layer in decoder.layers for m in layer.modules())]
-    return tuple(
-        {
-            id(m.config): m.config for m in readers if names_attention(getattr(m, "config", None))
-        }.values()
+    configs = (
+        getattr(m, "config", None)
+        for m in (decoder.stack, *nn.ModuleList(decoder.layers).modules())
     )
+    return tuple({id(c): c for c in configs if names_attention(c)}.values())

@@ -92,7 +92,7 @@ def models() -> str:
 MODELS = """# Models
 
 Any causal decoder of transformers 5 can be patched. hfpatch has no code for any family. It first runs
-a small instance of the model stock and patched, forward and backward, plain, packed and masked.
+a small instance of the model stock and patched, forward and backward, full, packed and masked.
 A layer that differs, or that has a module unknown to hfpatch, runs untiled: correct, with
 more memory. Check your own model, by a hub id, a path or a preset:
 

@@ -81,9 +81,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         self.given = args
-        actions = (
-            self._option_string_actions
-        )  # includes the groups'; help lists the first name only
+        # The groups' too. Help lists the first name only.
+        actions = self._option_string_actions
         for key, flag in FLAGS.items():
             if flag in actions:
                 actions.setdefault(f"--{key.replace('_', '-')}", actions[flag])

@@ -191,13 +191,8 @@ def kind_of(layer: nn.Module) -> tuple:
     for name, module in _without_adapters("", layer):
         kind = class_of(module)
         if kind.__module__.split(".")[0] == home and "experts." not in name:
-            rows.append(
-                (
-                    name,
-                    vars(kind).get("_hfpatch_base", kind),
-                    _settings(module, home != "transformers"),
-                )
-            )
+            base = vars(kind).get("_hfpatch_base", kind)
+            rows.append((name, base, _settings(module, home != "transformers")))
     return tuple(rows)
 
 
@@ -215,11 +210,12 @@ def _settings(module: nn.Module, own: bool) -> tuple:
         ):
             continue
         switch = name.startswith(("use", "is", "has", "no")) or "rope" in name
-        # 0 and 1 may be used as False and True
-        if isinstance(value, bool | str) or (switch and value in (0, 1)):
+        if number:
+            settings[name] = value == 0
+        elif isinstance(value, bool | str) or (switch and value in (0, 1)):  # 0 as False, 1 as True
             settings[name] = value
         else:
-            settings[name] = value == 0 if number else value is None
+            settings[name] = value is None
     return tuple(sorted(settings.items()))
 
 

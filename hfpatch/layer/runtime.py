@@ -38,8 +38,8 @@ from hfpatch.store.transfers import FetchQueue
 
 
 class LayerRuntime(Policies):
-    """One per list of layers (a stack, or blocks of a tower). A copy or a pickle starts with the same settings and nothing in
-    flight.
+    """One per list of layers (a stack's, or blocks of a tower). A copy or a pickle starts with the
+    same settings and nothing in flight.
 
     Attributes:
         checkpointing: the user's settings.

@@ -192,7 +192,7 @@ _USUAL = frozenset(
     "attention_mask position_ids past_key_values past_key_value use_cache cache_position "
     "position_embeddings output_attentions output_hidden_states output_router_logits return_dict "
     "is_causal seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k num_items_in_batch "
-    "shift_labels".split()
+    "shift_labels ignore_index".split()
 )
 
 
@@ -248,7 +248,7 @@ REASONS = (
     Reason("buffer", "it writes to {a buffer}"),
     Reason("batch raises", "it raises {an error on one of the batches}"),
     Reason(
-        "other gradients", "other parameters have gradients on a {plain, packed or masked} batch"
+        "other gradients", "other parameters have gradients on a {full, packed or masked} batch"
     ),
     Reason("differs", "it differs from transformers on a {batch, in a gradient, by so much}"),
     # What is in the layer now.

@@ -13,10 +13,10 @@ FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hfpat
 
 
 def _file(arguments: dict) -> Path:
-    # Code, and the rates and configs of lab/.
+    # Code, and the rates and configs of lab/. Sizes too: an image of a machine may have one date.
     files = (f for f in Path(__file__).parent.parent.rglob("*") if f.suffix in (".py", ".json"))
-    newest = max(path.stat().st_mtime_ns for path in files)
-    text = json.dumps([arguments, newest, versions(LIBRARIES)], sort_keys=True, default=repr)
+    state = sum(stat.st_mtime_ns + stat.st_size for stat in map(Path.stat, files))
+    text = json.dumps([arguments, state, versions(LIBRARIES)], sort_keys=True, default=repr)
     return FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 

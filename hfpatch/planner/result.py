@@ -119,8 +119,8 @@ class Plan:
 
     Attributes:
         fits: whether the run fits the GPU and the host.
-        policy: what layers keep, with no field left "auto"; Checkpointing("off") where hfpatch keeps
-            no checkpoints.
+        policy: what layers keep, with no field left "auto"; where hfpatch keeps no checkpoints,
+            Checkpointing("off"), whose other fields say nothing.
     """
 
     fits: bool

@@ -96,13 +96,12 @@ def test_caps_and_sinks_beside_a_mask_function_of_ones_own(family, monkeypatch):
 def test_an_encoder_inside_the_stack_keeps_its_own_attention(proteins):
     small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "mask_token_id": 4}
-    config = EvollaConfig(
+    stock = EvollaForProteinText2Text(EvollaConfig(
         **small | {"num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": tiny.VOCAB},
         protein_encoder_config=small | none | {"vocab_size": 40, "num_hidden_layers": 1},
         aligner_num_add_layers=1, aligner_attention_probs_dropout_prob=0.0,
         resampler_depth=1, resampler_num_latents=5,
-    )  # fmt: skip
-    stock = EvollaForProteinText2Text(config).train()
+    )).train()  # fmt: skip
     batch = tiny.labelled() | {
         "protein_input_ids": torch.randint(5, 30, (2, proteins)),
         "protein_attention_mask": torch.ones(2, proteins, dtype=torch.long),

@@ -78,13 +78,13 @@ class Own(LlamaDecoderLayer):
         self.self_attn = Attention(config, layer_idx)
         self.mlp = MLP(config)
         self.film = nn.Linear(8, config.hidden_size)
-        self.mix = 0.0
+        self.norm_mix = 0.0
 
     def forward(self, hidden_states, condition=None, **kwargs):
         h = super().forward(hidden_states, **kwargs)
         if condition is not None:
             return h * (1 + self.film(condition)[:, None])
-        return h * (1 + self.film.bias) if self.mix or not self.training else h
+        return h * (1 + self.film.bias) if self.norm_mix or not self.training else h
 
 
 @pytest.mark.parametrize("case", ["condition", "mix", "eval"])
@@ -94,7 +94,7 @@ def test_what_the_small_instance_of_an_own_layer_never_ran(case, monkeypatch):
     verdict._verdicts.clear()
     stock = tiny.llama().train(case != "eval")
     for layer in stock.model.layers:
-        layer.mix = float(case == "mix")
+        layer.norm_mix = 0.5 * (case == "mix")
     batch = tiny.labelled() | {"use_cache": False}
     if case == "condition":
         batch["condition"] = torch.randn(2, 8)
