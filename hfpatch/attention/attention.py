@@ -68,14 +68,10 @@ def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float
     return [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
 
 
-def no_kernel_takes(
-    device: torch.device, head_dim: int, dtype: torch.dtype, pattern: Pattern
-) -> bool:
+def no_kernel_takes(head_dim: int, dtype: torch.dtype, pattern: Pattern) -> bool:
     """Whether this attention runs in blocks on a GPU: kernels cap no scores, take documents and
-    windows in fp16 and bf16, heads that are multiples of 8, and no window at WIDEST_HEAD.
+    windows in fp16 and bf16, heads that are multiples of 8, and no window above WIDEST_HEAD.
     """
-    if device.type in ("cpu", "meta"):
-        return False
     if pattern.softcap is not None:
         return True
     if dtype not in HALF:
@@ -92,7 +88,7 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return backend
     if backend == "cpu" and pattern.window is None and pattern.softcap is None:
         return backend
-    if backend == "cpu" or no_kernel_takes(q.device, q.shape[3], q.dtype, pattern):
+    if backend == "cpu" or no_kernel_takes(q.shape[3], q.dtype, pattern):
         return "blocks"
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return "efficient"

@@ -332,14 +332,13 @@ def test_widened_heads_go_to_fa2():
 
 
 def test_backend_of_each_device():
-    cuda = torch.device("cuda")
     for head_dim, blocks in ((128, False), (256, False), (260, True), (512, False)):
-        assert A.no_kernel_takes(cuda, head_dim, torch.bfloat16, A.CAUSAL) is blocks
+        assert A.no_kernel_takes(head_dim, torch.bfloat16, A.CAUSAL) is blocks
     packed = A.Pattern(A.Documents((0, 1), None))
     for pattern in (packed, A.Pattern(window=4), A.Pattern(softcap=30.0)):
-        assert A.no_kernel_takes(cuda, 128, torch.float32, pattern)
-    assert A.no_kernel_takes(cuda, 256, torch.bfloat16, A.Pattern(softcap=30.0))
-    assert not A.no_kernel_takes(cuda, 128, torch.bfloat16, packed)
+        assert A.no_kernel_takes(128, torch.float32, pattern)
+    assert A.no_kernel_takes(256, torch.bfloat16, A.Pattern(softcap=30.0))
+    assert not A.no_kernel_takes(128, torch.bfloat16, packed)
 
 
 class _Efficient:
@@ -381,6 +380,7 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
     """Gemma 4's full attention has heads of 512 columns."""
     played = _Efficient()
     monkeypatch.setattr(R, "aten", played)
+    monkeypatch.setattr(A, "HALF", (*A.HALF, torch.float64))
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 40, h, 264, dtype=torch.float64) for h in (4, 2, 2, 4))
     documents = A.Pattern(
@@ -405,13 +405,13 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
         device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4096, 8, 512)
     )
     assert A.pick(wide) == "efficient"
-    cuda, packed = torch.device("cuda"), A.Pattern(A.Documents((0, 1), None))
+    packed = A.Pattern(A.Documents((0, 1), None))
     for pattern, served in (
         (A.CAUSAL, True),
         (packed, True),
         (A.Pattern(window=4), False),
     ):
-        assert A.no_kernel_takes(cuda, 512, torch.bfloat16, pattern) is not served
+        assert A.no_kernel_takes(512, torch.bfloat16, pattern) is not served
 
 
 @pytest.mark.parametrize("window", [16, 192])

@@ -13,13 +13,11 @@ import gc
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-import hfpatch.attention.attention as attention
 from hfpatch.attention import heads
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import plain_scans
@@ -156,8 +154,6 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
             stack.enter_context(for_now(_wide_sums, AS_CUDA=True))
             # These serve tiled layers and whole ones.
             stack.enter_context(for_now(heads, pick=lambda *_: "flash"))
-            on_cuda = partial(attention.no_kernel_takes, torch.device("cuda"))
-            stack.enter_context(for_now(attention, no_kernel_takes=lambda _, *call: on_cuda(*call)))
         for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
