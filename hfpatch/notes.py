@@ -44,7 +44,7 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     layers = decoder.layers
     notes = report.notes
     for reason, n in Counter(reason for layer in layers if (reason := look(layer).reason)).items():
-        notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
+        notes.append(f"{n} of {len(layers)} layers run {reason.how}: {reason}.")
     notes += _mixer_notes(layers, found.answers)
     how = (
         ", ".join(settings.words()) or "chosen from what steps measure (`hfpatch plan` predicts it)"

@@ -20,7 +20,7 @@ LAYOUT = {
 
 # Folder of hfpatch ("." are its own files): most statements without docstrings, most tokens.
 FOLDERS = {
-    "lab": (3073, 33718),  # with the cards' data sheets and a config's sizes, for plan
+    "lab": (3031, 32960),  # with the cards' data sheets and a config's sizes, for plan
     "layer": (2908, 32575),
     # a run killed after its last step takes none more; engines of accelerate launch are not planned;
     # who resumes ZeRO on fewer GPUs is told
@@ -30,14 +30,15 @@ FOLDERS = {
     # rows of half a million tokens on one card, by the fused optimizer; argparse's messages in the
     # form of all others, for who mistypes
     "planner": (948, 11700),
-    "decoder": (1103, 12721),
+    # layers of users: their integers, further arguments, random numbers
+    "decoder": (1135, 13260),
     "ops": (865, 11366),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
     "context": (712, 7960),  # masks of floats beside positions, for who casts a mask
     "store": (527, 5216),
     "kernels": (566, 8353),
     "compat": (465, 4372),
-    "parts": (451, 5091),
+    "parts": (457, 5210),  # MLPs that clamp or drop, as DeepSeek-V4 and Seed-OSS
     "attention": (400, 5230),  # rows of 4M tokens over GPUs
     "loss": (442, 5050),  # another mode of autograd, for who scores without a gradient in a forward
     ".": (386, 3826),

@@ -91,7 +91,8 @@ def find_decoder(model: nn.Module) -> Decoder | None:
     layers = tuple(list_of_layers(stack))
     outer = [m for m in model.modules() if m is not stack and stack in set(m.modules())]
     causal = next((m for m in outer if _has_head(m)), None)
-    around = tuple(m for m in outer if _takes_targets(m))[-1:]
+    targets = {"labels", "start_positions"}
+    around = tuple(m for m in outer if targets & signature(type(m).forward).parameters.keys())[-1:]
     if causal is not None:
         head = causal.get_output_embeddings()
         outer = (m for m in outer if m is not causal and causal in set(m.modules()))
@@ -103,10 +104,6 @@ def find_decoder(model: nn.Module) -> Decoder | None:
 
 def _computes_losses(module: nn.Module) -> bool:
     return hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
-
-
-def _takes_targets(module: nn.Module) -> bool:
-    return bool({"labels", "start_positions"} & signature(type(module).forward).parameters.keys())
 
 
 def _has_head(module: nn.Module) -> bool:

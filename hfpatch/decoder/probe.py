@@ -18,14 +18,15 @@ from hfpatch.compat import Snapshot, buffers_of, pytree, values_for_now, version
 from hfpatch.context.classes import forwards_for_now, package_of
 from hfpatch.context.current import AttentionCall, Stopped, in_role, our_attention
 from hfpatch.context.masks import Batch
-from hfpatch.layer.arguments import Arguments
+from hfpatch.decoder.small_instance import other_generators
+from hfpatch.layer.arguments import Arguments, axes_of
 from hfpatch.layer.condition import Condition
 from hfpatch.layer.mixers import calls_in, find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
-from hfpatch.layer.why_whole import OTHER_MIXER, names_of, why
+from hfpatch.layer.why_whole import OTHER_MIXER, why
 from hfpatch.parts.unread import can_go_without, skippable, skipping
 
 TOKENS = 12
@@ -133,35 +134,56 @@ def buffers_copied(layer: nn.Module):
         yield written
 
 
-def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
-    """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens."""
+def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
+    """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens.
+    numbers: by which layers of its kind differ (small_instance.numbers_of)."""
     traits = LayerTraits()
+    drawn = repr(other_generators())
     with buffers_copied(layer) as written:
         try:
             call, x_BTD = captured(stack, layer)
             traits = _where_it_mixes(call, x_BTD)
             if package_of(layer) != "transformers":
-                names = names_of(call.arguments.args, call.arguments.kwargs)
-                traits = replace(traits, arguments=names, evaluates=_evaluates(call, x_BTD))
+                traits = _of_a_user(call, x_BTD, traits, numbers)
             if traits.reason is None:
                 traits = _Probe(call, x_BTD, traits).answers()
         except Exception as error:  # a family's own code
             traits = replace(traits, reason=why("raised", said(error)))
         names = written()
+    if repr(other_generators()) != drawn:
+        return replace(traits, reason=why("other generator"))
     if names and traits.reason is None:
         # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
         return replace(traits, reason=why("buffer", names[0]))
     return traits
 
 
-def _evaluates(call: Traced, x_BTD: Tensor) -> bool:
-    """Whether the layer gives the same values in eval mode."""
-    with _answered(call, None):
-        trained = pytree.tree_leaves(_run(call, x_BTD))
-        call.layer.eval()
-        evaluated = pytree.tree_leaves(_run(call, x_BTD))
-        call.layer.train()
-    return _equal(trained, evaluated)
+def _of_a_user(call: Traced, x_BTD: Tensor, traits: LayerTraits, numbers) -> LayerTraits:
+    """The traits of a user's own layer, which may do other things where transformers' do not: by
+    further arguments, in eval mode, by its place among the layers."""
+    layer = call.layer
+    axes = axes_of(call.arguments.args, call.arguments.kwargs, *x_BTD.shape[:2])
+    before = [(module, dict(vars(module))) for module in layer.modules()]
+    values = _values(call, x_BTD)
+    reasons = [
+        why("buffer", name)
+        for module, attributes in before
+        for name, value in vars(module).items()
+        if attributes.get(name) is not value
+    ]
+    evaluated = _values(call, x_BTD, [(vars(m), "training", False) for m in layer.modules()])
+    for row in numbers:
+        tables = [(vars(layer.get_submodule(name)), what, n) for (name, what), n in row.items()]
+        if not _equal(values, _values(call, x_BTD, tables)):
+            reasons.append(why("number", ", ".join(sorted({what for _, what in row}))))
+    reason = traits.reason or next(iter(reasons), None)
+    return replace(traits, reason=reason, arguments=axes, evaluates=_equal(values, evaluated))
+
+
+def _values(call: Traced, x_BTD: Tensor, changes=()) -> list:
+    """What the layer returns, with these (table, name, value) changes."""
+    with _answered(call, None), values_for_now(changes):
+        return pytree.tree_leaves(_run(call, x_BTD))
 
 
 def said(error: Exception) -> str:

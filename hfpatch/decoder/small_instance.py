@@ -3,9 +3,11 @@ layers until every kind occurred (one of each kind if those are more than 16).
 """
 
 import copy
+import random
 from contextlib import contextmanager, suppress
 from itertools import product
 
+import numpy
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ from hfpatch.compat import (
     run_experts_plainly,
     unwatched,
 )
-from hfpatch.context.classes import package_of
+from hfpatch.context.classes import home_of, package_of
 from hfpatch.decoder.find import list_of_layers
 from hfpatch.parts.quantised import WRAPPED, class_of
 
@@ -219,6 +221,18 @@ def _settings(module: nn.Module, own: bool) -> tuple:
     return tuple(sorted(settings.items()))
 
 
+def numbers_of(layer: nn.Module) -> dict[tuple[str, str], int]:
+    """(module, attribute) -> value, of the integers in a user's own layer that are no sizes."""
+    home = package_of(layer)
+    return {
+        (name, attribute): value
+        for name, module in (() if home == "transformers" else _without_adapters("", layer))
+        if home_of(class_of(module)) == home
+        for attribute, value in vars(module).items()
+        if type(value) is int and attribute[0] != "_" and attribute not in SIZES
+    }
+
+
 def _without_adapters(name: str, module: nn.Module):
     """(name, module) of a module and of all in it. A wrapped module has its wrapper's name; of what
     else is in PEFT's wrappers (adapters, trained copies) there is nothing."""
@@ -230,10 +244,16 @@ def _without_adapters(name: str, module: nn.Module):
             yield from _without_adapters(f"{name}.{inner}" if name else inner, m)
 
 
+def other_generators() -> tuple:
+    """The states of Python's and of NumPy's random number generator."""
+    return random.getstate(), numpy.random.get_state()
+
+
 @contextmanager
 def quiet_process():
-    """A context without the caller's random state, default dtype and device, autocast and global
+    """A context without the caller's random states, default dtype and device, autocast and global
     hooks, on one thread."""
+    states = other_generators()
     dtype = torch.get_default_dtype()
     threads = torch.get_num_threads()
     try:
@@ -251,6 +271,8 @@ def quiet_process():
     finally:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:

@@ -19,8 +19,9 @@ from hfpatch.compat import GONE, collected_now, compiled_by_itself, pytree, vers
 from hfpatch.context.current import having
 from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.batch import Inputs, StackTraits
-from hfpatch.layer.arguments import token_axis
+from hfpatch.layer.arguments import other_argument, token_axis
 from hfpatch.layer.layer import PatchedLayer
+from hfpatch.layer.traits import LayerTraits
 
 # The most padding that stays, as a share of the real tokens. Lengths are rounded up so that few of
 # them occur: each new length needs new plans of attention kernels and new pinned memory.
@@ -50,7 +51,7 @@ class PackedRow:
         self.form = cache(partial(_packed, self.batch, self.at_N, batch.B, batch.T))
         self.last = (None, 0, None)
 
-    def run(self, layer, x_BTD: Tensor, args, kwargs):
+    def run(self, layer, traits: LayerTraits, x_BTD: Tensor, args, kwargs):
         """The layer's output for [B, T] tokens. It runs on all of them if it has residual streams,
         if an argument has no packed form, or if transformers records outputs inside.
         """
@@ -59,7 +60,8 @@ class PackedRow:
             (args, kwargs), is_leaf=lambda x: isinstance(x, dict) and x is not kwargs
         )
         leaves = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
-        if x_BTD.dim() != 3 or any(x is GONE for x in leaves) or collected_now():
+        unlike = x_BTD.dim() != 3 or other_argument(traits, args, kwargs, *x_BTD.shape[:2])
+        if unlike or any(x is GONE for x in leaves) or collected_now():
             return layer(x_BTD, *args, **kwargs)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         y_BTD, writes, x_1ND = self.last

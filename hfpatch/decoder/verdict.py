@@ -17,13 +17,19 @@ from torch import Tensor, nn
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import plain_scans
 from hfpatch.context.class_code import code_probed
-from hfpatch.context.classes import swap
+from hfpatch.context.classes import package_of, swap
 from hfpatch.context.current import Labelled, having
 from hfpatch.context.ranks import sharded
 from hfpatch.decoder import probe
 from hfpatch.decoder.batch import StackTraits
 from hfpatch.decoder.find import Decoder, list_of_layers
-from hfpatch.decoder.small_instance import TOKENS, kind_of, quiet_process, small_stack
+from hfpatch.decoder.small_instance import (
+    TOKENS,
+    kind_of,
+    numbers_of,
+    quiet_process,
+    small_stack,
+)
 from hfpatch.decoder.stack import PatchedStack
 from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
@@ -80,14 +86,15 @@ def ask_model(decoder: Decoder) -> Verdict:
     if getattr(config, "num_kv_shared_layers", None) and not hands_on_keys(decoder.layers[0]):
         shared = SHARED_KEYS
     kinds = [kind_of(layer) for layer in decoder.layers]
+    numbers = _differing(decoder.layers, kinds)
     # A stack that was cut behind the layer that completes the kinds has the same verdict.
     first = tuple(kinds[: 1 + max(map(kinds.index, kinds))])
     stack_class = type(decoder.stack)
     try:
         settings = config.to_json_string(use_diff=False)
-        key = (stack_class, settings, first, code_probed(decoder.layers))
+        key = (stack_class, settings, first, str(numbers), code_probed(decoder.layers))
         if key not in _verdicts:
-            _verdicts[key] = _verdict(stack_class, config, kinds)
+            _verdicts[key] = _verdict(stack_class, config, kinds, numbers)
         verdict = _verdicts[key]
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
@@ -114,10 +121,22 @@ def _answer(verdict: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | No
     return None
 
 
-def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
+def _differing(layers, kinds: list[tuple]) -> dict[tuple, list[dict]]:
+    """Kind of layer -> for each of its layers, the integers by which they differ (numbers_of). A
+    user's own layers may do other things by them, as by layer_idx."""
+    found: dict[tuple, list[dict]] = {}
+    for layer, kind in zip(layers, kinds):
+        found.setdefault(kind, []).append(numbers_of(layer))
+    return {
+        kind: [{n: row[n] for n in row if len({r.get(n) for r in rows}) > 1} for row in rows]
+        for kind, rows in found.items()
+    }
+
+
+def _verdict(stack_class: type, config, kinds: list[tuple], numbers: dict) -> Verdict:
     with quiet_process(), sharded(False), plain_scans():
         stack = _in_double(small_stack(stack_class, config, kinds))
-        answers = _ask_all(stack)
+        answers = _ask_all(stack, numbers)
         # An unidentified mixer does not isolate documents, in transformers either.
         packed = all(answer.reason != OTHER_MIXER for answer in answers.values())
         expected = _Expected(stack, packed)
@@ -141,11 +160,13 @@ def _one_of_each(stack: nn.Module) -> dict[tuple, nn.Module]:
     return {kind_of(layer): layer for layer in reversed(list_of_layers(stack))}
 
 
-def _ask_all(stack: nn.Module) -> dict[tuple, LayerTraits]:
-    """The traits of each kind of layer of a small stack."""
+def _ask_all(stack: nn.Module, numbers: dict) -> dict[tuple, LayerTraits]:
+    """The traits of each kind of layer of a small stack. numbers: from _differing."""
     classes = frozenset().union(*map(kinds_in, list_of_layers(stack)))
-    layers = _one_of_each(stack)
-    return {kind: replace(probe.ask(stack, layers[kind]), kinds=classes) for kind in layers}
+    answers = {}
+    for kind, layer in _one_of_each(stack).items():
+        answers[kind] = replace(probe.ask(stack, layer, numbers.get(kind, ())), kinds=classes)
+    return answers
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
@@ -195,6 +216,11 @@ class _Expected:
         masked = full | {"attention_mask": visible, "weight": weight * visible[..., None]}
         # name -> (what transformers runs, what our stack runs in its place)
         runs = {"full": ([full], full), "masked": ([masked], masked)}
+        if package_of(list_of_layers(stack)[0]) != "transformers":
+            # What is left are gradients that come from no loss (DeepSeek-V2's AddAuxiliaryLoss on
+            # the hub), once a tile.
+            lossless = full | {"weight": 0 * weight}
+            runs["lossless"] = ([lossless], lossless)
         if packed:
             row = {"input_ids": ids[:1], "weight": weight[:1]}
             first = {name: x[:, :FIRST] for name, x in row.items()}

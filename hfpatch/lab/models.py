@@ -98,18 +98,14 @@ def config_of(model) -> tuple[str, dict]:
         raise ValueError(
             f"hfpatch: there is no model folder or config.json at {name}. Check the path."
         )
+    by_short_name = {preset.rsplit("/", 1)[-1].lower(): preset for preset in (*PRESETS, *MODELS)}
+    near = difflib.get_close_matches(name.lower(), by_short_name, cutoff=0)
     raise ValueError(
-        f"hfpatch: the model {name!r} is unknown. Did you mean {', '.join(nearest(name))}? Any "
+        f"hfpatch: the model {name!r} is unknown. Did you mean "
+        f"{', '.join(by_short_name[short] for short in near)}? Any "
         "other is planned from its config: pass the path of a config.json, a model's folder, or a "
         "hub id (owner/name)."
     )
-
-
-def nearest(name: str, count: int = 3) -> list[str]:
-    """The presets with the most similar names, the nearest first."""
-    by_short_name = {preset.rsplit("/", 1)[-1].lower(): preset for preset in (*PRESETS, *MODELS)}
-    near = difflib.get_close_matches(name.lower(), by_short_name, n=count, cutoff=0)
-    return [by_short_name[short] for short in near]
 
 
 def read_config(path: Path) -> dict:

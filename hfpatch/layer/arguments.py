@@ -22,6 +22,34 @@ def token_axis(x, B: int, T: int) -> int | None:
     return next(iter(last + axes), None)
 
 
+# What transformers hands to the layers of every stack, or lets through to them.
+_USUAL = frozenset(
+    "attention_mask position_ids past_key_values past_key_value use_cache cache_position "
+    "position_embeddings output_attentions output_hidden_states output_router_logits return_dict "
+    "is_causal seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k num_items_in_batch "
+    "shift_labels ignore_index".split()
+)
+
+
+def axes_of(args, kwargs, B: int, T: int) -> dict[str, tuple]:
+    """Argument -> the token axes of the tensors in it, of those that are not None or False. Those
+    without a name have their position's."""
+    both = {**dict(enumerate(args)), **kwargs}
+    given = {str(name): x for name, x in both.items() if x is not None and x is not False}
+    return {n: tuple(token_axis(x, B, T) for x in pytree.tree_leaves(given[n])) for n in given}
+
+
+def other_argument(traits, args, kwargs, B: int, T: int) -> str | None:
+    """The name of an argument that a user's own layer did not get in its small instance, or not
+    along the same axes: one of them may be as long as a row by chance."""
+    if traits.arguments is None:
+        return None
+    given = axes_of(args, kwargs, B, T)
+    return min(
+        (n for n in given.keys() - _USUAL if given[n] != traits.arguments.get(n)), default=None
+    )
+
+
 @dataclass(eq=False)
 class Arguments:
     """Positional and keyword arguments besides the hidden states [B, T, D]; `tile` cuts those with

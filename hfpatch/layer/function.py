@@ -49,7 +49,8 @@ class LayerFunction(torch.autograd.Function):
 
 
 def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> list[Tensor]:
-    """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors.
+    """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors; nothing
+    where it turns out to draw random numbers that tiles must not.
 
     runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is
     needed.
@@ -97,6 +98,8 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
         traced.rng = {}
         traced.condition.draws = True
         watched.put_back()
+        if traced.traits.arguments is not None:  # a layer of the user's own: see why_whole.py
+            return []
         # Made for a layer without random numbers, temporary forwards return expanded rows, and
         # dropout needs contiguous ones.
         traced.found = {}

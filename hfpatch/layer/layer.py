@@ -75,7 +75,8 @@ class PatchedLayer:
         if torch.compiler.is_compiling() or getattr(current.batch, "packed", None) is None:
             return super().__call__(hidden_states, *args, **kwargs)
         # Around the hooks of engines, which may hand on another tensor (FSDP2, DeepSpeed).
-        return current.batch.packed.run(super().__call__, hidden_states, args, kwargs)
+        packed = current.batch.packed
+        return packed.run(super().__call__, self._hfpatch.traits, hidden_states, args, kwargs)
 
     def stock_forward(self, *args, **kwargs):
         """transformers' own forward, on hidden states whose streams are joined."""
@@ -196,8 +197,7 @@ class TiledLayer(PatchedLayer):
             return whole(r.given)
         # [Step 2] A layer that cannot run again in backward keeps all.
         if reason.told:
-            how = " and not checkpointed" if reason.keeps else ", their inputs offloaded"
-            runtime.tell(f"{type(self).__name__}s run untiled{how}: {why}.")
+            runtime.tell(f"{type(self).__name__}s run {why.how}: {why}.")
         if reason.keeps:
             return whole(r.given)
         # [Step 3] Of the others some may keep all, where there is room. The policy takes one row of
@@ -242,12 +242,15 @@ class TiledLayer(PatchedLayer):
         )  # fmt: skip
         try:
             with runtime.weights.forward(self, r.x.device):
-                y, *extras = tiled_layer(runtime, policy, traced, r.x)
+                outputs = tiled_layer(runtime, policy, traced, r.x)
         except NotStopped as error:
             raise RuntimeError(
                 f"hfpatch: a {type(self).__name__} does not mix tokens as its small instance did: "
                 f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
+        if not outputs:
+            return self._untiled(r, first("call", None, r))
+        y, *extras = outputs
         return traced.hand_on(split(y, known.streams), extras, lists, r.kwargs.get(SHARED_KEYS))
 
     def _whole(self, r: Request):

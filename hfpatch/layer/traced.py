@@ -3,7 +3,7 @@
 No family has code in this file.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -117,12 +117,8 @@ class Traced:
         args, kwargs = self.arguments.tile(a, b)
         # `after` runs this code too and records there (JetMoE's router of heads).
         unrecorded = nullcontext() if self.records is None else collecting({})
-        try:
-            with unrecorded:
-                self._run(note, x_BtD, args, kwargs)
-        except Stopped:
-            pass
-        else:
+        with suppress(Stopped), unrecorded:
+            self._run(note, x_BtD, args, kwargs)
             raise note.not_stopped()
         self.attention_options = [call.options() for call in note.calls]
         shared = kwargs.get(SHARED_KEYS)

@@ -27,8 +27,8 @@ class LayerTraits:
         reason: why the layer is not tiled (layer.why_whole.Why, of stage apply), or None.
         looked: the probe searched for modules that mix tokens.
         attends: the mixers only call attention, in a way that cannot be intercepted.
-        arguments: the names of arguments that the small instance's layer got (why_whole.names_of);
-            None for a class of transformers, which are tried with others.
+        arguments: the arguments that the small instance's layer got, and their token axes
+            (why_whole.axes_of); None for a class of transformers, which are tried with others.
         evaluates: the layer gives the same values in eval mode, or is of such a class.
         kinds: the known classes in all layers of the small instance (strangers.kinds_in).
     """
@@ -44,7 +44,7 @@ class LayerTraits:
     reason: str | None = None
     looked: bool = False
     attends: bool = False
-    arguments: frozenset | None = None
+    arguments: dict[str, tuple] | None = None
     evaluates: bool = True
     kinds: frozenset = frozenset()
 

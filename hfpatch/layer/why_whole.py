@@ -35,6 +35,7 @@ from hfpatch.compat import (
 from hfpatch.context.class_code import as_probed
 from hfpatch.context.classes import other_forward, package_of, replaced_forward
 from hfpatch.context.current import named, standard, why_not_causal
+from hfpatch.layer.arguments import other_argument
 from hfpatch.layer.strangers import stranger_in
 from hfpatch.parts.quantised import WRAPPED, kinds_of, scales_over_tokens
 
@@ -80,9 +81,10 @@ class Reason:
 
 
 class Why(str):
-    """A reason's sentence. name: of the reason."""
+    """A reason's sentence. name: of the reason. how: such layers run, for the report."""
 
     name: str
+    how: str
 
 
 # --- tests: (layer, condition) -------------------------------------------------------------------
@@ -187,28 +189,6 @@ def _mask(r) -> str | None:
     return None
 
 
-# What transformers hands to the layers of every stack, or lets through to them.
-_USUAL = frozenset(
-    "attention_mask position_ids past_key_values past_key_value use_cache cache_position "
-    "position_embeddings output_attentions output_hidden_states output_router_logits return_dict "
-    "is_causal seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k num_items_in_batch "
-    "shift_labels ignore_index".split()
-)
-
-
-def names_of(args, kwargs) -> frozenset[str]:
-    """The names of arguments that are not None or False; the positions of those without a name."""
-    both = {**dict(enumerate(args)), **kwargs}
-    return frozenset(str(name) for name, x in both.items() if x is not None and x is not False)
-
-
-def _argument(r) -> str | None:
-    tried = r.condition.traits.arguments
-    if tried is None:
-        return None
-    return min(names_of(r.args, r.kwargs) - tried - _USUAL, default=None)
-
-
 # --- the list ------------------------------------------------------------------------------------
 
 _layer = partial(Reason, when="layer", told=True)
@@ -231,6 +211,11 @@ REASONS = (
         partial(_adapters, _HANDED),
         keeps=True,
     ),
+    Reason(
+        "other generator",
+        "it draws by Python's or NumPy's random, which backward cannot repeat",
+        keeps=True,
+    ),
     # What nobody tried.
     Reason("untried", "no small instance of it could be tried ({the error})"),
     Reason("other kind", "no layer of its kind in the small instance"),
@@ -245,7 +230,8 @@ REASONS = (
     Reason("more results", "it returns more than hidden states and what belongs to single tokens"),
     Reason("probed attention", "{why the attention that it calls cannot run in tiles}"),
     Reason("dependent mixers", "its mixers depend on each other"),
-    Reason("buffer", "it writes to {a buffer}"),
+    Reason("buffer", "it writes to {a buffer or an attribute}"),
+    Reason("number", "its values depend on {an integer that differs from layer to layer}"),
     Reason("batch raises", "it raises {an error on one of the batches}"),
     Reason(
         "other gradients", "other parameters have gradients on a {full, packed or masked} batch"
@@ -352,7 +338,16 @@ REASONS = (
         lambda r: r.kwargs.get("encoder_hidden_states") is not None,
     ),
     _call("mask", "{attention or a mask that is not causal}", _mask),
-    _call("argument", "an argument that its small instance did not get ({its name})", _argument),
+    _call(
+        "argument",
+        "an argument that its small instance did not get, or with other axes ({its name})",
+        lambda r: other_argument(r.condition.traits, r.args, r.kwargs, *r.x.shape[:2]),
+    ),
+    _call(
+        "draws",
+        "random numbers in a layer of your own, which tokens of a row may share",
+        lambda r: r.condition.draws and r.condition.traits.arguments is not None,
+    ),
 )
 BY_NAME = {reason.name: reason for reason in REASONS}
 
@@ -361,6 +356,8 @@ def why(name: str, detail: str = "") -> Why:
     """The sentence of the reason of this name."""
     made = Why(BY_NAME[name].sentence.format_map(defaultdict(lambda: detail)))
     made.name = name
+    keeps = BY_NAME[name].keeps
+    made.how = "untiled and not checkpointed" if keeps else "untiled, their inputs offloaded"
     return made
 
 

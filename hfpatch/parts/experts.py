@@ -37,6 +37,7 @@ def _activation(act: nn.Module) -> str | None:
     key = type(act), repr(act)
     if key not in _known:
         x = torch.linspace(-6, 6, 49, dtype=torch.float64)
+        x = torch.cat([x, 100 * x])  # some activations are clipped, as gelu_10
         with torch.no_grad():
             y = act(x)
             same = (n for n in ACTIVATIONS.values() if torch.allclose(y, _act(x, n), 1e-12))

@@ -26,6 +26,7 @@ from hfpatch.compat import (
     other_hooks,
     parameters_of,
     twin_of,
+    values_for_now,
 )
 from hfpatch.context.current import current
 from hfpatch.ops.rms_norm import CASTS
@@ -206,6 +207,20 @@ _FusedTwin = type(
 )
 
 
+def _as_trained(mlp: nn.Module, inputs) -> tuple[list[Tensor], str | None]:
+    """The MLP's outputs in training, and the reason why a fused form would differ beside them.
+    from_pretrained returns models in eval mode, without their dropout."""
+    drawn = torch.get_rng_state()
+    training = [(vars(module), "training", True) for module in mlp.modules()]
+    with values_for_now(training):
+        before = dict(vars(mlp))
+        outs = [mlp(x) for x in inputs]
+        changed = any(before.get(name) is not value for name, value in vars(mlp).items())
+    drew = not torch.equal(torch.get_rng_state(), drawn)
+    reasons = {"its forward sets attributes": changed, "it draws random numbers": drew}
+    return outs, next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     """(fused class, its attributes) for this MLP, or the reason why it keeps its class."""
     modules = dict(modules_of(mlp))
@@ -227,12 +242,16 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     ours.__class__ = _FusedTwin
     kinds = [type(m) for m in _activations(mlp, gates)]
     x = torch.randn(5, 16, generator=generator)
+    # Also as large as outliers are: some families clamp gate and up (DeepSeek-V4 at 10).
+    inputs = x, 100 * x
     try:
-        with torch.no_grad():
-            wanted = twin(x)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            wanted, reason = _as_trained(twin, inputs)
+            if reason:
+                return reason
             for name in dict.fromkeys(ACTIVATIONS.values()):
                 ours._hfpatch = Gated(gates, kinds, name)
-                if close(ours(x), wanted, 64):
+                if all(close(ours(x), y, 64) for x, y in zip(inputs, wanted)):
                     return FusedMLP, {"_hfpatch": ours._hfpatch}
     except Exception as error:  # a family's own code on a probe may raise anything
         return f"its probe failed ({type(error).__name__})"

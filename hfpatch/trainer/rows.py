@@ -84,7 +84,10 @@ def rows_of(paths, data, split: str) -> Rows:
                 )
             except datasets.exceptions.DatasetGenerationError as error:
                 raise error.__cause__ or error from None  # the cause says why
-        return Rows(partial(_numbered, table, name), getattr(table, "_fingerprint", repr(paths)))
+        return Rows(
+            partial(_numbered, table, name),
+            getattr(table, "_fingerprint", repr((paths, data.data_config, split))),
+        )
     saved = (name / "dataset_info.json").is_file() or (name / "dataset_dict.json").is_file()
     if len(paths) == 1 and saved:
         table = datasets.load_from_disk(str(name))

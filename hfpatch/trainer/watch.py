@@ -56,7 +56,8 @@ def _patch_accelerator(cls) -> None:
 
     @functools.wraps(prepare)
     def patched_prepare(self, *args, **kwargs):
-        if any(map(_is_optimizer, args)):
+        # accelerate's DummyOptim stands for the optimizer of a DeepSpeed config.
+        if any(hasattr(x, "param_groups") or type(x).__name__ == "DummyOptim" for x in args):
             for model in args:
                 if _is_patched(model):
                     marks.mark_trained()
@@ -103,11 +104,6 @@ def _is_stock_decoder(model) -> bool:
         return False
     trained = any(parameter.requires_grad for parameter in model.parameters())
     return trained and find_decoder(model) is not None
-
-
-def _is_optimizer(found) -> bool:
-    # accelerate's DummyOptim stands for the optimizer of a DeepSpeed config.
-    return hasattr(found, "param_groups") or type(found).__name__ == "DummyOptim"
 
 
 def _unpatched_error(model, where: str, then: str) -> ValueError:

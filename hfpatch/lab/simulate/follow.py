@@ -28,7 +28,6 @@ from hfpatch.lab.simulate import kernels_cost
 from hfpatch.lab.simulate.kernels_cost import Work
 from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
 from hfpatch.lab.simulate.operations import (
-    called_by_engine,
     is_dense,
     key_of,
     operation,
@@ -327,7 +326,8 @@ class Follower(TorchDispatchMode):
         """Whether this addition is autograd's sum of gradients, which a bare run does in place.
 
         While a dispatch mode is on, the engine reuses no buffer. Without one it would add in place
-        if it held the last reference to the old gradient and to its storage.
+        if it held the last reference to the old gradient and to its storage. Where Python code
+        adds, its frame holds one reference more.
         """
         if kwargs or len(args) != 2 or torch.is_grad_enabled():
             return False
@@ -335,7 +335,7 @@ class Follower(TorchDispatchMode):
         if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
             return False
         alike = old.shape == new.shape and old.dtype == new.dtype and is_dense(old)
-        if not alike or autograd_node() is None or not called_by_engine():
+        if not alike or autograd_node() is None:
             return False
         found = _holders(args)
         if self._calibrating:

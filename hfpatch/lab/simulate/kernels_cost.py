@@ -131,7 +131,7 @@ def matmul_shape(func, args) -> tuple[int, float, float, float] | None:
     a, b = args[:2]
     rows, inner = a.shape[-2:]
     columns = b.shape[-1]
-    if packet not in GROUPED:
+    if packet not in GROUPED or a.dim() == b.dim() == 3:
         count = a.shape[0] if a.dim() == 3 else 1
         return count, rows, inner, columns
     if a.dim() == b.dim() == 2:  # a weight's gradient: each group sums over its part

@@ -1,7 +1,5 @@
 """An operation as a dispatch mode sees it: the tensors in it, and what its result's shape depends on."""
 
-import sys
-
 import torch
 from torch import Tensor
 
@@ -75,17 +73,3 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-# of the files between an operation and its caller
-_DISPATCH = ("_compile.py", "_dynamo", "_python_dispatch", "_library")
-
-
-def called_by_engine() -> bool:
-    """Whether the operation being dispatched was issued by the autograd engine itself, not by
-    Python code.
-    """
-    frame = sys._getframe(3)
-    while frame is not None and any(part in frame.f_code.co_filename for part in _DISPATCH):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name in ("_engine_run_backward", "backward_from")

@@ -1,7 +1,7 @@
 """Loops over tokens or chunks in plain code, made short for fake tensors.
 
 The loops: the scan of Mamba, Falcon-Mamba, Jamba and Zamba; the gated delta rule of Qwen3-Next,
-Qwen3.5 and OLMo hybrids; the queries of Qwen4's indexer; our own attention in blocks of queries.
+Qwen3.5 and OLMo hybrids; our own attention in blocks of queries.
 
 In transformers' loops each operation takes a block of tokens or chunks. A million tokens then need
 as few operations as a thousand, with the same bytes and FLOPs. Values mean nothing here.
@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import sys
 from functools import partial
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -64,7 +65,6 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
     block, [B, H, C, K, V]. The first and the last state are [B, H, K, V] as in transformers, and
     gradients flow from one to the other.
     """
-    unwrapped = inspect.unwrap(stock)
     chunks = -(-value.shape[1] // chunk_size)
     size = -(-chunks // FEW_BLOCKS)
     state = value.new_zeros(
@@ -79,10 +79,10 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
 
     given = kwargs.get("initial_state")
     state = state if given is None else state + given[:, :, None]
-    with for_now(sys.modules[unwrapped.__module__], range=blocks):
-        out, last = unwrapped(
-            query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state}
-        )
+    code = inspect.unwrap(stock)
+    names = {**code.__globals__, "range": blocks}
+    short = FunctionType(code.__code__, names, code.__name__, code.__defaults__)
+    out, last = short(query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state})
     return out, None if last is None else last[:, :, -1].clone()
 
 
@@ -97,17 +97,13 @@ _BY_BLOCKS = {
 def scans_by_blocks():
     """A context in which transformers' models run these functions in blocks."""
     with contextlib.ExitStack() as stack:
-        for module in _families():
+        # As far as they are imported.
+        for module in [m for n, m in sys.modules.items() if n.startswith("transformers.models.")]:
             # A lazy module that is asked for a name may import what is not there.
             for name in vars(module).keys() & _BY_BLOCKS:
                 made = _BY_BLOCKS[name](vars(module)[name])
                 stack.enter_context(for_now(module, **{name: made}))
         yield
-
-
-def _families():
-    """transformers' modules of models, as far as they are imported."""
-    return [m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")]
 
 
 def _counted(follower, rows):
@@ -116,35 +112,6 @@ def _counted(follower, rows):
         follower.times = times
         yield item
     follower.times = 1
-
-
-INDEXERS = ("Qwen4ExpTextQSAIndexer",)  # these loop over queries
-
-
-@contextlib.contextmanager
-def few_queries(follower):
-    """A context in which transformers' indexers run two queries in place of all.
-
-    The middle query is counted as many times as there are queries. The last one, which takes the
-    most bytes, is not counted.
-    """
-
-    def few(code):
-        def counting(*bounds):
-            caller = sys._getframe(1)
-            if caller.f_code is not code or "batch_idx" not in caller.f_locals:
-                return range(*bounds)
-            (n,) = bounds
-            return _counted(follower, ((n, n // 2), (0, n - 1)))
-
-        return counting
-
-    with contextlib.ExitStack() as stack:
-        for module in _families():
-            for name in vars(module).keys() & INDEXERS:
-                forward = inspect.unwrap(getattr(module, name).forward)
-                stack.enter_context(for_now(module, range=few(forward.__code__)))
-        yield
 
 
 @contextlib.contextmanager

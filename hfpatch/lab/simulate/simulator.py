@@ -26,7 +26,7 @@ from hfpatch.lab.compat import for_now, simulation_parts
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.ledger import Ledger, alive_at, beyond, levels
 from hfpatch.lab.simulate.operations import tensors_in
-from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
+from hfpatch.lab.simulate.scan import few_blocks, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
 from hfpatch.lab.watch import module_calls
@@ -307,7 +307,7 @@ def simulate(
     around = (
         mode, _transformers_as_if_real(), _patched_as(model, policy, cuda), *further,
         plain_scans(), scans_by_blocks(),
-        few_blocks(follower), few_queries(follower), fake_weights(model, shadows),
+        few_blocks(follower), fake_weights(model, shadows),
     )  # fmt: skip
     # [Step 3] The steps.
     was_training = model.training
