@@ -179,13 +179,40 @@ def test_configurations(changes, way):
     tiny.assert_as_good(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
 
 
-def test_unknown_activation_keeps_the_mlp_and_says_so():
-    stock = tiny.llama(hidden_act="mish")
-    ours = copy.deepcopy(stock)
-    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-    assert ("mlp", "no fused form of its activation") in report.skipped
-    assert all(type(layer.mlp) is hf.LlamaMLP for layer in ours.model.layers)
-    tiny.assert_as_good(ours, stock, tiny.labelled())
+class ClampedMLP(hf.LlamaMLP):
+    """As DeepSeek-V4's: gate and up do not grow beyond a limit."""
+
+    def forward(self, x):
+        up = self.up_proj(x).clamp(-10, 10)
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10)) * up)
+
+
+class DroppingMLP(hf.LlamaMLP):
+    """As Seed-OSS's, in training alone."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+class NotingMLP(hf.LlamaMLP):
+    def forward(self, x):
+        self.seen = x.detach().norm()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind, changes, reason", [
+    (hf.LlamaMLP, {"hidden_act": "mish"}, "no fused form of its activation"),
+    (hf.LlamaMLP, {"hidden_act": "gelu_10"}, "no fused form of its activation"),
+    (ClampedMLP, {}, "no fused form of its activation"),
+    (DroppingMLP, {}, "it draws random numbers"), (NotingMLP, {}, "its forward sets attributes"),
+])  # fmt: skip
+def test_an_mlp_without_a_fused_form_is_kept_and_the_report_says_so(
+    kind, changes, reason, monkeypatch
+):
+    monkeypatch.setattr(hf, "LlamaMLP", kind)
+    model = tiny.llama(**changes).eval()  # as from_pretrained returns it
+    assert ("mlp", reason) in hfpatch.apply(model, checkpointing=tiny.TILED).skipped
+    assert all(type(layer.mlp) is kind for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
