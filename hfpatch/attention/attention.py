@@ -168,8 +168,10 @@ def attention_forward(
         out_BTHE; lse with the sinks, [B, H, T] or, from packed kernels, [H, N], float32 or wider;
         and the kernel's state for the backward.
     """
+    # [Step 1] Choose the backend, by the pattern and the width of the heads.
     chosen = _chosen(q_BTHE, v_BTKE, pattern, backend)
-    # 1. The kernel, on heads of one width.
+    # [Step 2] Run it. Kernels take heads of one width: narrower ones are padded, and the output is
+    # cut back to v's width.
     if chosen == "blocks":
         out, lse, state = blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     else:
@@ -189,7 +191,8 @@ def attention_forward(
             out = _turned(out)
         if out.shape[3] != width:
             out = out[..., :width].contiguous()
-    # 2. Padding before a row, and sinks.
+    # [Step 3] Set the output of padding before a row to zero. Then let the sinks, which have no
+    # value, shrink the output and enter lse.
     if pattern.blind_BT is not None:
         out.masked_fill_(pattern.blind_BT[:, :, None, None], 0)
     if sinks_H is not None:
@@ -210,10 +213,11 @@ def attention_backward(
 
     out and lse include the sinks, so p = exp(score - lse) is exact in the ordinary backward.
     """
+    # [Step 1] Choose the same backend. Padding before a row sends no gradient.
     chosen = _chosen(q, v, pattern, backend)
     if pattern.blind_BT is not None:
         dout_BTHE = dout_BTHE.masked_fill(pattern.blind_BT[:, :, None, None], 0)
-    # 1. The kernel, on heads of one width.
+    # [Step 2] Run it, on heads of one width as in the forward.
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
@@ -237,7 +241,8 @@ def attention_backward(
             grads = [grad[..., : x.shape[3]] for grad, x in zip(grads, (q, k, v))]
     if sinks_H is None:
         return tuple(grads)
-    # 2. The gradient of the sinks.
+    # [Step 3] Compute the gradient of the sinks, from the share of the softmax that each of them
+    # takes.
     # bfloat16 has float32's range: products lose bits but do not underflow.
     wide = out.dtype if out.dtype == torch.bfloat16 else lse.dtype
     delta_BTH = (dout_BTHE.to(wide) * out.to(wide)).sum(-1, dtype=lse.dtype)

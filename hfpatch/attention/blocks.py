@@ -54,8 +54,8 @@ def blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
     out = q_BTHE.new_empty(B, T, H, v_BTKE.shape[3])
     lse = q_BTHE.new_empty(B, H, T, dtype=dtype)
     for rows, seen in _blocks(q_BTHE, pattern):
-        q = _grouped(q_BTHE[:, rows], K, dtype)
-        k = k_BTKE[:, seen].to(dtype)
+        q = _grouped(q_BTHE[:, rows], K, dtype)  # [B, queries, K, repeat, E]
+        k = k_BTKE[:, seen].to(dtype)  # [B, keys, K, E]
         v = v_BTKE[:, seen].to(dtype)
         scores, _ = _block_scores(q, k, pattern, scale, rows, seen, T)
         block_lse = scores.logsumexp(-1)  # [B, K, repeat, queries]
@@ -73,16 +73,17 @@ def blocks_backward(dout, q_BTHE, k_BTKE, v_BTKE, out, lse, state, pattern: Patt
     dk = k_BTKE.new_zeros(k_BTKE.shape, dtype=dtype)
     dv = v_BTKE.new_zeros(v_BTKE.shape, dtype=dtype)
     for rows, seen in _blocks(q_BTHE, pattern):
-        q = _grouped(q_BTHE[:, rows], K, dtype)
-        do = _grouped(dout[:, rows], K, dtype)
+        q = _grouped(q_BTHE[:, rows], K, dtype)  # [B, queries, K, repeat, E]
+        do = _grouped(dout[:, rows], K, dtype)  # [B, queries, K, repeat, E], of v's E, as o
         o = _grouped(out[:, rows], K, dtype)
-        k = k_BTKE[:, seen].to(dtype)
+        k = k_BTKE[:, seen].to(dtype)  # [B, keys, K, E]
         v = v_BTKE[:, seen].to(dtype)
         scores, slope = _block_scores(q, k, pattern, scale, rows, seen, T)
-        block_lse = lse[:, :, rows].to(dtype).unflatten(1, (K, -1))
+        block_lse = lse[:, :, rows].to(dtype).unflatten(1, (K, -1))  # [B, K, repeat, queries]
         p = (scores - block_lse[..., None]).exp()
         dv[:, seen] += torch.einsum("bkrqs,bqkre->bske", p, do)
-        dp = torch.einsum("bqkre,bske->bkrqs", do, v)
+        dp = torch.einsum("bqkre,bske->bkrqs", do, v)  # [B, K, repeat, queries, keys]
+        # This equals the sum of p * dp over the keys (Dao, FlashAttention-2, 2023).
         delta = (do * o).sum(-1).permute(0, 2, 3, 1)[..., None]
         ds = p * (dp - delta) * scale
         if slope is not None:

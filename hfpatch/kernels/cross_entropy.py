@@ -142,17 +142,21 @@ def cross_entropy_fwd_kernel(
     p_out = outs_ptr + i_n
     label = tl.load(labels_ptr + i_n)
     o_v = tl.arange(0, BLOCK)
+    # [Step 1] A row whose label is ignored has zeros as outputs and as gradient.
     if label == ignore_index:
         for k in tl.static_range(K):
             tl.store(p_out + k * stride_outs, 0.0)
         if GRAD:
             _write_zeros(p_row, V, BLOCK)
     else:
-        # The op asserts that labels are valid, but this kernel runs before the assertion stops the
-        # program. An invalid label must not read outside the row.
+        # [Step 2] Read the label's logit. The op asserts that labels are valid, but this kernel
+        # runs before the assertion stops the program. An invalid label must not read outside the
+        # row.
         safe = tl.minimum(tl.maximum(label, 0), V - 1)
         target = _u(tl.load(p_row + safe).to(tl.float32), inner, SOFTCAP)
 
+        # [Step 3] Read the row once, for its largest u and the sums relative to it. Where a block
+        # has a larger u, `fade` scales the sums of the earlier blocks (online softmax).
         top = -float("inf")
         total = 0.0
         u_sum = 0.0
@@ -178,6 +182,8 @@ def cross_entropy_fwd_kernel(
             b_below = outer * (b_u - shift)
             b_e = tl.exp(b_below)
             if STATS:
+                # The logarithms in slack are relative to the largest u too: each changes by
+                # `lower`.
                 lower = tl.where(top == -float("inf"), 0.0, outer * (top - shift))
                 slack = fade * (slack + total * lower)
                 slack += tl.sum(b_e * _finite(b_below), axis=0)
@@ -187,6 +193,7 @@ def cross_entropy_fwd_kernel(
             if SMOOTHING or STATS:
                 u_sum += tl.sum(tl.where(m_v, b_u, 0.0), axis=0)
 
+        # [Step 4] Write the outputs of the row.
         log_total = tl.log(total)
         lse = outer * top + log_total
         loss = (1.0 - smoothing) * (outer * (top - target) + log_total) + z_loss * lse * lse
@@ -203,6 +210,7 @@ def cross_entropy_fwd_kernel(
             tl.store(p_out + (K - 1) * stride_outs, best.to(tl.float32))
 
         if GRAD:
+            # [Step 5] Read the row again, and write the gradient of the loss in its place.
             scale = tl.load(scale_ptr)
             y_scale = scale * (1.0 - smoothing)
             p_scale = y_scale + scale * 2.0 * z_loss * lse

@@ -128,6 +128,7 @@ def expert_act_bwd_kernel(
         )
         b_da = _load(da_ptr + o_s * F + o_f, m)
         b_act, b_dgate, b_dup = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
+        # The routing weight comes behind the activation, so its gradient is <act, da>.
         b_dw += tl.sum(b_act * b_da, axis=1)
         b_da *= b_w
         b_dgate *= b_da
@@ -187,9 +188,9 @@ def expert_product_kernel(
     BLOCK_I: tl.constexpr,
 ):
     i = tl.program_id(0)
-    # Programs in flight share rows and columns, which then come from L2.
+    # [Step 1] Choose the block. Programs in flight share rows and columns, which then come from L2.
     i_s, i_o = tl.swizzle2d(i // n_blocks_o, i % n_blocks_o, n_blocks_s, n_blocks_o, 8)
-    # Which expert's rows block i_s holds: an expert's blocks start at its first row.
+    # [Step 2] Find the expert whose rows block i_s holds. Its blocks start at its first row.
     o_e = tl.arange(0, EXPERTS)
     b_end = tl.load(offs_ptr + o_e, mask=o_e < E, other=0)
     b_start = tl.load(offs_ptr + o_e - 1, mask=(o_e > 0) & (o_e < E), other=0)
@@ -201,6 +202,7 @@ def expert_product_kernel(
     end = tl.sum(tl.where(b_mine, b_end, 0), 0)
     if start >= end:  # more blocks were started than the rows need
         return
+    # [Step 3] Multiply these rows by the expert's matrix.
     o_s = (start + tl.arange(0, BLOCK_S)[:, None]).to(tl.int64)
     o_o = (i_o * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
     m_s = o_s < end
@@ -232,6 +234,7 @@ def expert_sums_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
+    # [Step 1] Choose the expert, and the block of its sum.
     i = tl.program_id(0).to(tl.int64)
     i_e = i // (n_blocks_m * n_blocks_n)
     i_m = i // n_blocks_n % n_blocks_m
@@ -240,6 +243,7 @@ def expert_sums_kernel(
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m = o_m < M
     m_n = o_n < N
+    # [Step 2] Sum a^T b over the expert's rows.
     start = tl.where(i_e > 0, tl.load(offs_ptr + tl.maximum(i_e - 1, 0)), 0)
     end = tl.load(offs_ptr + i_e)
     b_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -249,6 +253,7 @@ def expert_sums_kernel(
         b_a = tl.load(a_ptr + o_s * M + o_m, mask=m_m & (o_s < end), other=0.0)
         b_b = tl.load(b_ptr + o_s1 * N + o_n, mask=(o_s1 < end) & m_n, other=0.0)
         b_sum = tl.dot(b_a, b_b, b_sum, input_precision="ieee")
+    # [Step 3] Write the sum, or add it to the earlier ones.
     p_out = out_ptr + (i_e * M + o_m) * N + o_n
     m = m_m & m_n
     if not FIRST:

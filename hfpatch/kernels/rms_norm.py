@@ -89,6 +89,7 @@ def rms_norm_bwd_kernel(
         b_x = _load(p_x, mask)
         b_dy = _load(p_dy, mask)
         b_rstd = _load(rstd_ptr + o_n, m_n)
+        # With g = dy * factor: dx = (g - x_hat * mean(g * x_hat)) * rstd, and dw sums dy * x_hat.
         b_xhat = b_x * b_rstd[:, None]
         b_g = b_dy * b_w[None, :]
         b_mean = tl.sum(b_g * b_xhat, axis=1) / D

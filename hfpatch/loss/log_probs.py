@@ -79,6 +79,8 @@ def log_probs(model: nn.Module, head: nn.Module, trl: TrlHead, kwargs: dict):
     Returns:
         An instance of trl.output. Each field is [B, T - 1], or [B, T] for shift_labels.
     """
+    # [Step 1] Read the labels. On a GPU they are counted here, before the layers run, as the CPU
+    # waits for the count.
     labels = kwargs.pop("labels", None)
     target = kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
@@ -89,20 +91,23 @@ def log_probs(model: nn.Module, head: nn.Module, trl: TrlHead, kwargs: dict):
     count = None
     if target.is_cuda and not torch.compiler.is_compiling():
         count = on_host((target[..., first:] != -100).sum())
+    # [Step 2] Run the layers.
     kwargs["use_cache"] = False
     if getattr(trl.text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     with model._read_where_labelled(target, -100, kwargs):
         out = getattr(model, trl.backbone)(**kwargs)
-    hidden = out.last_hidden_state
+    # [Step 3] Run our op inside a call of the head.
+    hidden = out.last_hidden_state  # [B, T, D]
     target = target.to(hidden.device)
-    mask = target[..., first:] != -100
+    mask = target[..., first:] != -100  # [B, T - 1], or [B, T] for shift_labels
     names = [n for n in _FIELDS if n in ("log_probs", *trl.outputs)]
     scored = through(
         head, _score, hidden, target, in_float32=trl.in_float32, temperature=trl.temperature,
         scale=trl.scale, softcap=trl.softcap, outputs=tuple(_FIELDS[n] for n in names),
         shift=first == 1, num_valid=None if count is None else int(count),
     )  # fmt: skip
+    # [Step 4] Turn the op's outputs into TRL's fields.
     fields = {}
     for name in names:
         x = getattr(scored, _FIELDS[name])[..., : mask.shape[-1]]
@@ -111,6 +116,7 @@ def log_probs(model: nn.Module, head: nn.Module, trl: TrlHead, kwargs: dict):
         if name == "log_sum_sq_probs":
             x = x.detach().log().masked_fill(~mask, 0.0)
         fields[name] = x.detach() if name == "mean_logits" else x
+    # [Step 5] Compute the loss, and the balancing loss of experts if it is asked for.
     if num_items is None:
         num_items = mask.sum().clamp(min=1)
     loss = -fields["log_probs"].sum() / num_items

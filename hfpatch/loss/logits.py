@@ -157,6 +157,8 @@ def _scaled(z: Logits, factor, step):
 
 def _indexed(z: Logits, index):
     """A choice of tokens, of the vocabulary's first words, or of both."""
+    # [Step 1] Read the parts of the index. A list, or anything else that is not known here, needs
+    # the real logits.
     index = index if isinstance(index, tuple) else (index,)
     used = 0  # the dimensions that the index names
     whole = False  # whether it has an ellipsis
@@ -169,9 +171,12 @@ def _indexed(z: Logits, index):
             used += 1
         elif k is not None:
             return None
+    # [Step 2] Without the vocabulary's dimension, the index chooses tokens: it applies to the
+    # hidden states.
     last = index[-1] if index else ...
     if last is ... or not whole and used < z.dim():  # not the vocabulary's
         return z.but(hidden=z.hidden[index])
+    # [Step 3] Of the vocabulary, take the first words only. Any other choice needs the real logits.
     if not isinstance(last, slice):
         return None
     start, words, step = last.indices(z.shape[-1])

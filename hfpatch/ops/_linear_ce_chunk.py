@@ -84,6 +84,7 @@ def cross_entropy_chunk_plain_(
 ) -> None:
     """`hfpatch::cross_entropy_chunk_` in plain torch, in float32 (float64 for float64 logits)."""
     for rows, u_RV, ignored_R, labels_R1 in _tiles(logits_CV, labels_C, ignore_index, inner):
+        # [Step 1] Compute the largest u of each row, and lse relative to it.
         top_R = u_RV.amax(1)
         top_R.masked_fill_(top_R.isinf(), 0.0)  # a row of -inf has an lse of -inf
         below_RV = _below(u_RV.clone(), top_R, outer)
@@ -91,10 +92,12 @@ def cross_entropy_chunk_plain_(
         total_R = e_RV.sum(1)
         log_R = total_R.log()
         lse_R = outer * top_R + log_R
+        # [Step 2] Compute the loss, with label smoothing and z loss.
         nll_R = outer * (top_R - u_RV.gather(1, labels_R1).squeeze(1)) + log_R
         loss_R = (1.0 - smoothing) * nll_R + z_loss * lse_R.square()
         if smoothing:
             loss_R += smoothing * (lse_R - outer * u_RV.mean(1))
+        # [Step 3] Add the outputs that were requested. Ignored rows get zeros.
         outs = [loss_R, top_R, log_R]
         if len(outs_KC) > 4:
             below_RV.masked_fill_(e_RV == 0.0, 0.0)  # a word ruled out: 0 * -inf would be NaN
@@ -104,6 +107,7 @@ def cross_entropy_chunk_plain_(
         if best:
             outs.append(u_RV.argmax(1).to(u_RV.dtype))
         outs_KC[:, rows] = torch.stack(outs).masked_fill_(ignored_R, 0.0)
+    # [Step 4] Overwrite the logits with the gradient of the loss.
     if grad:
         factors_KC = loss_factors(outs_KC, scale, outer, smoothing, z_loss, logits_CV.shape[1])
         cross_entropy_chunk_bwd_plain_(logits_CV, labels_C, factors_KC, ignore_index, inner, outer)

@@ -180,7 +180,7 @@ def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved,
     da = da.to(gate.dtype)
     w_S1 = w.to(gate.dtype)[:, None]
     act = _acted(gate, up, activation, alpha, limit)
-    dw = (act * da).sum(-1)
+    dw = (act * da).sum(-1)  # [S]
     dact = da * w_S1
     if activation != CLAMPED:
         dgate = _dgate(dact * up, gate, activation)
@@ -285,8 +285,8 @@ class _Experts(torch.autograd.Function):
         w_S = w.flatten()[perm].to(wide_dtype(w.dtype))
         token = perm // ids.shape[1]
         one, two = layout.views(w1, w2)
-        xs = x[token]
-        gu, low = _up(xs, one, a1, z1, offs)
+        xs = x[token]  # [S, D]
+        gu, low = _up(xs, one, a1, z1, offs)  # [S, 2F], [S, r]
         ctx.layout = layout
         ctx.adds = adds
         need = _Needs(*ctx.needs_input_grad[:11])
@@ -298,7 +298,7 @@ class _Experts(torch.autograd.Function):
         if value is not None:
             return x.new_full((x.shape[1],), value).expand(x.shape)
         del xs
-        a = EXPERT_ACT(gu, w_S, b1, ids_S, *layout.kind)
+        a = EXPERT_ACT(gu, w_S, b1, ids_S, *layout.kind)  # [S, F]
         del gu
         y, _ = _up(a, two, a2, z2, offs)
         y = EXPERT_COMBINE(y, inverse)
@@ -314,35 +314,35 @@ class _Experts(torch.autograd.Function):
         layout = ctx.layout
         one, two = layout.views(w1, w2)
         dx = dw = dw1 = dw2 = db1 = db2 = da1 = dz1 = da2 = dz2 = None
-        # 1. Through W2 to the activation.
-        dys = dy[token]
-        da, dlow = _down(dys, two, a2, z2, offs)
+        # [Step 1] Go through W2 to the activation.
+        dys = dy[token]  # [S, D]
+        da, dlow = _down(dys, two, a2, z2, offs)  # [S, F], [S, r]
         dgu, a, dw_S = EXPERT_ACT_BACK(da, gu, w_S, b1, ids_S, *layout.kind, need.w2 or train2)
         del da, gu
-        # 2. W2 and its adapter.
+        # [Step 2] Compute the gradients of W2 and its adapter.
         if need.w2:
             dw2 = _weight_gradient(layout, dys, a, offs, ctx.adds[1])
         if train2:
             da2 = products(dlow, a, offs)
             dz2 = products(dys, product(a, a2.transpose(1, 2), offs), offs)
         del dys, a
-        # 3. W1, its bias and its adapter, and x.
+        # [Step 3] Compute those of W1, its bias and its adapter, and of x.
         if need.w1:
             dw1 = _weight_gradient(layout, dgu, xs, offs, ctx.adds[0])
         if need.b1:
             # The sum of each expert's rows as a matmul, because that runs in groups.
             db1 = products(dgu, dgu.new_ones(len(dgu), 8), offs)[:, :, 0]
         if need.x or train1:
-            dxs, dlow = _down(dgu, one, a1, z1, offs)
+            dxs, dlow = _down(dgu, one, a1, z1, offs)  # [S, D], [S, r]
             dx = EXPERT_COMBINE(dxs, inverse) if need.x else None
         if train1:
             da1 = products(dlow, xs, offs)
             dz1 = products(dgu, low1, offs)
-        # 4. The routing weights and the bias of W2.
+        # [Step 4] Compute those of the routing weights and of the bias of W2.
         if need.w:
             dw = torch.where(inverse < 0, 0, dw_S[inverse.clamp(min=0)])
             if b2 is not None:
-                dR = (dy @ b2.t()).gather(1, ids.clamp(max=b2.shape[0] - 1))
+                dR = (dy @ b2.t()).gather(1, ids.clamp(max=b2.shape[0] - 1))  # [N, K]
                 dw += torch.where(inverse < 0, 0, dR.to(dw.dtype))
             dw = dw.to(w.dtype)
         if need.b2:

@@ -188,7 +188,7 @@ def linear_log_prob(
         out = linear_log_prob(hidden_BTD, head.weight, labels_BT, outputs=("log_prob", "entropy"),
         shift=True)
     """
-    # 1. The arguments.
+    # [Step 1] Check the arguments.
     names = LinearLogProbOutput._fields
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     unknown = not outputs or set(outputs) - set(names)
@@ -199,11 +199,11 @@ def linear_log_prob(
         softcap=softcap, num_valid=num_valid, workspace_bytes=workspace_bytes, scale=scale,
         temperature=temperature,
     )  # fmt: skip
-    # 2. What the loop computes.
+    # [Step 2] Compute what the outputs need.
     stats = not set(outputs).isdisjoint(STATS)
     best = "is_top1" in outputs
     log_prob_N, outs_KN = _per_token(hidden_ND, weight, bias, labels_N, stats, best, opts)
-    # 3. The fields that were requested.
+    # [Step 3] Return the requested fields.
     values = {"log_prob": log_prob_N, "lse": whole_lse(outs_KN[1:3], opts.outer)}
     if stats:
         values |= zip(STATS, outs_KN[3:6])
@@ -346,7 +346,7 @@ def linear_cross_entropy(
     Example:
         loss = linear_cross_entropy(hidden_BTD, head.weight, labels_BT, shift=True)
     """
-    # 1. The arguments.
+    # [Step 1] Check the arguments.
     refuse(
         "linear_cross_entropy",
         (reduction not in ("mean", "sum", "none"),
@@ -364,7 +364,7 @@ def linear_cross_entropy(
     hidden_ND, labels_N, opts = prepare(
         "linear_cross_entropy", hidden, weight, labels, bias, **options
     )
-    # 2. The divisor, a scalar on the device.
+    # [Step 2] Make the divisor, a scalar on the device.
     place: dict = {"dtype": wide_dtype(opts.dtype), "device": hidden.device}
     if isinstance(num_items, Tensor):
         total_by = num_items.detach().to(**place, non_blocking=True).reshape(())
@@ -372,7 +372,8 @@ def linear_cross_entropy(
         total_by = (labels_N != ignore_index).sum().to(**place)
     else:
         total_by = torch.full((), 1 if num_items is None else num_items, **place)
-    # 3. A loss per token, or one that the GradScaler multiplies: its gradient waits for backward.
+    # [Step 3] A loss per token, and one that the GradScaler multiplies, get their gradient in the
+    # backward.
     if reduction == "none" or opts.dtype == torch.float16:
         outputs = ("log_prob", "lse", "mean_logit") if label_smoothing else ("log_prob", "lse")
         out = linear_log_prob(hidden, weight, labels, bias=bias, outputs=outputs, **options)
@@ -380,7 +381,7 @@ def linear_cross_entropy(
         if label_smoothing:
             loss = loss + label_smoothing * (out.lse - out.mean_logit)
         return loss if reduction == "none" else loss.sum() / total_by
-    # 4. A scalar: its gradients are computed now.
+    # [Step 4] Any other scalar gets its gradients now.
     numbers = {"smoothing": label_smoothing, "z_loss": z_loss}
     grad = torch.is_grad_enabled()
     return _total(hidden_ND, weight, bias, labels_N, total_by, opts, numbers, grad)

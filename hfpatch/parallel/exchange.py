@@ -166,18 +166,19 @@ class ExchangedAttention(Attention):
     def backward(self, parts, douts, outs, lses, into) -> list:
         n_calls = len(self.calls)
         n = 3 * n_calls
-        # 1. The kernels, on whole rows of this rank's heads. Their gradients overwrite q, k and v.
+        # [Step 1] The kernels run on whole rows of this rank's heads. Their gradients overwrite q,
+        # k and v.
         whole = [*map(self._to_rows, parts[:n]), *parts[n:]]
         douts = [*map(self._to_rows, douts[:n_calls]), *douts[n_calls:]]
         grads = whole[:n] + into[n:]
         own_dsinks = super().backward(whole, douts, lambda: self._to_rows(outs()), lses, grads)
         del whole, douts
-        # 2. Each rank gets the gradients of its tokens.
+        # [Step 2] Each rank gets the gradients of its tokens.
         into[n:] = grads[n:]
         for i in range(n):
             into[i] = self._to_tokens(grads[i], parts[i].shape[2])
             grads[i] = None
-        # 3. A rank knows the gradients of its heads' sinks; the others' are zero here.
+        # [Step 3] A rank knows the gradients of its heads' sinks; the others' are zero here.
         dsinks = []
         for call, own in zip(self.calls, own_dsinks):
             if own is not None:
