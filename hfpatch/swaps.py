@@ -92,6 +92,7 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
 
 def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -> None:
     """Gives the stack our attention, and its layers tile-by-tile execution where that is exact."""
+    # [Step 1] Leave the stack stock if its forward was replaced, or if its layers cannot run twice.
     stack = decoder.stack
     layers = decoder.layers
     skipped = report.skipped
@@ -102,6 +103,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     if not found.ours and found.why_unpatched and found.isolates:
         skipped.append(("checkpointing", found.why_unpatched))
         return
+    # [Step 2] Patch the stack. Its layers stay untiled where the settings or the verdict say so.
     configs = _configs(decoder)
     _patch_stack(decoder, found, configs, report)
     if settings.offload == "off" or found.why_unpatched:
@@ -110,11 +112,12 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         for layer, answer in zip(layers, found.answers):
             _swap_layer(layer, PatchedLayer, Patched(answer, configs))
         return
-    # From here on the stack is patched: with a replaced forward, only the layers stay stock.
+    # [Step 3] If a layer's forward was replaced, all layers stay stock. The stack stays patched.
     for layer in layers:
         if "forward" in vars(layer):
             skipped.append(("checkpointing", f"{type(layer).__name__}: {replaced_forward(layer)}"))
             return
+    # [Step 4] Make the runtime, and let the layers run tile by tile.
     runtime = LayerRuntime(settings, len(layers), turn)
     owner = decoder.causal or stack
     owner._hfpatch_report = report
@@ -128,6 +131,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
             continue
         _swap_layer(layer, TiledLayer, Patched(answer, configs, runtime, index))
         gather_as_one(layer, True)
+    # [Step 5] Swap the embedding, and report the layers.
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FreeEmbedding)
         # A family's own embedding scales its output. A plain one remains here if another library

@@ -134,7 +134,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     B = batch.B
     T = batch.T
     mask, positions, offsets = batch.given
-    # 1. The caller's offsets override positions.
+    # [Step 1] Take the caller's offsets. They override positions.
     bounds = _checked(offsets, B * T)
     if bounds is not None:
         positions = None
@@ -143,7 +143,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
             return Rows(_from_bounds(sorted({*bounds, *range(0, B * T, T)}), B, T, batch.device))
     elif mask is None and positions is None and chunk is None:
         return Rows()
-    # 2. Everything else that the host must know, in one copy.
+    # [Step 2] Bring everything else that the host must know there, in one copy.
     idle_BT = None if mask is None else batch.idle_BT
     if mask is not None and mask.is_floating_point():
         mask = mask.bool()  # beside floats the copy would round positions
@@ -152,18 +152,20 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
         return Rows()
     mask_BT, positions_BT, idle_BT = known
     visible_BT = None if mask is None else mask_BT.bool()
-    # 3. Starts by the offsets or the positions.
+    # [Step 3] Set the starts by the offsets or the positions.
     beside_a_mask = mask is not None or batch.cached or not padding
     starts_BT = _starts(B, T, bounds, positions_BT, visible_BT, beside_a_mask)
-    # 4. Padding: before the first visible token it is a document of its own.
+    # [Step 4] Set the starts behind padding: before the first visible token it is a document of its
+    # own.
     holes = False
     padding_is_read = False
     if mask is not None and padding:
         holes, padding_is_read = _padding(starts_BT, visible_BT, idle_BT, batch.watched)
-    # 5. Chunks.
+    # [Step 5] Start a document at each chunk too.
     if chunk is not None:
         starts_BT |= _chunks(starts_BT, None if beside_a_mask else positions_BT, chunk)
-    # 6. Rows that may run without their padding, and those that begin with padding that is read.
+    # [Step 6] Find rows that may run without their padding, and those that begin with padding that
+    # is read.
     documents = _from_bounds(_bounds(starts_BT.view(-1)), B, T, batch.device)
     real = None
     if mask is not None and padding and not (holes or padding_is_read or visible_BT.all()):

@@ -195,7 +195,7 @@ def said(error: Exception) -> str:
 def _where_it_mixes(call: Traced, x_BTD: Tensor) -> LayerTraits:
     """The traits of a layer as far as they name what mixes its tokens."""
     run = partial(_run, call)
-    # 1. The modules that call attention, and why a call cannot be tiled.
+    # [Step 1] Find the modules that call attention, and why a call cannot be tiled.
     with _answered(call, _Counting(0.0)) as count:
         run(x_BTD)
     attention = tuple(module or _calls_torchs_own(call.layer) for module in count.modules)
@@ -205,13 +205,13 @@ def _where_it_mixes(call: Traced, x_BTD: Tensor) -> LayerTraits:
         with in_role(_Counting(0.0)) as inner:
             return run(x_BTD), inner.inputs
 
-    # 2. Answer attention with constants: does anything else mix tokens?
+    # [Step 2] Answer attention with constants, and find what else mixes tokens.
     with _answered(call, _Counting(0.0)):
         found = find_mixers(call.layer, answered, x_BTD, given)
     traits = _with_mixers(call, x_BTD, attention, found, count.reason)
     if traits.reason is None or traits.reason == MORE_THAN_HIDDEN or not attention:
         return traits
-    # 3. If that stays unexplained, let attention run inside modules, and look again.
+    # [Step 3] If that stays unexplained, let attention run inside modules, and look again.
     try:
         with _answered(call, None):
             found = find_mixers(call.layer, run, x_BTD, given)

@@ -77,10 +77,13 @@ def scaled_config(config, n_layers: int, at=None):
     at: the indices that lists with one entry a layer keep; by default the first n_layers.
     """
     at = range(n_layers) if at is None else at
+    # [Step 1] Copy the config. Read the real sizes that are needed below, before they change.
     small = copy.deepcopy(config)
     real_layers = _value(small, "num_hidden_layers")
     kv_heads = _value(small, "num_key_value_heads")
     heads = _value(small, "num_attention_heads")
+    # [Step 2] Give each size its small value. Latent attention's head dim and the KV heads depend
+    # on other sizes.
     for name, size in SIZES.items():
         value = _value(small, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -95,6 +98,8 @@ def scaled_config(config, n_layers: int, at=None):
     if isinstance(kv_heads, int):
         heads = heads if isinstance(heads, int) else kv_heads
         small.num_key_value_heads = _kv_heads(kv_heads, heads, 4)
+    # [Step 3] Turn randomness off, and cut lists with one entry a layer to the layers that are
+    # kept.
     for name, value in list(vars(small).items()):
         random = any(word in name for word in ("dropout", "pdrop", "jitter"))
         by_layer = any(word in name for word in ("layer", "type", "block", "pattern"))
@@ -102,6 +107,7 @@ def scaled_config(config, n_layers: int, at=None):
             setattr(small, name, 0.0)  # random results cannot be compared
         elif by_layer and isinstance(value, (list, tuple)) and len(value) == real_layers:
             setattr(small, name, type(value)(value[i] for i in at))
+    # [Step 4] Set the number of layers, and how many of them share keys.
     small.num_hidden_layers = n_layers
     # Other names of the number of layers: LongCat's (its num_hidden_layers counts a layer with two
     # attentions twice), xLSTM's, and BART's (its num_hidden_layers counts the encoder's layers).
@@ -111,6 +117,8 @@ def scaled_config(config, n_layers: int, at=None):
     sharing = getattr(small, "num_kv_shared_layers", None)
     if sharing:  # the last layers use keys of earlier ones
         small.num_kv_shared_layers = sum(i >= real_layers - sharing for i in at)
+    # [Step 5] Scale the rotation and the overrides of single layers. Then choose plain attention
+    # and plain experts, which run in float64.
     for rope in _rope_tables(small):
         _scale_rotation(small, rope, latent)
     by_layer = config.to_dict().get("per_layer_config")
@@ -314,13 +322,16 @@ def _small_stack(
         twice: the stack has the second layer of each kind too, where there is one (Zamba's share
             weights, and one alone is refused).
     """
-    # The first layer of each kind; also the second.
+    # [Step 1] Choose the layers: the first of each kind, with `twice` also the second. Where these
+    # are among the first MOST_LAYERS, all layers up to the last of them stay.
     times = (0, 1) if twice else (0,)
     at = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) in times]
     n_layers = max(at[-1] + 1, 1 + derived)
     exact = exact and n_layers <= MOST_LAYERS
     if n_layers <= MOST_LAYERS:
         at = range(n_layers)
+    # [Step 2] Build the stack without memory, and refuse one that is too large or made of other
+    # modules.
     small = scaled_config(config, len(at), at)
     if derived:
         small.__post_init__()
@@ -336,6 +347,7 @@ def _small_stack(
             f"its kinds of layers, first occurring in the first {n_layers}, are made of other "
             "modules"
         )
+    # [Step 3] Build it with weights of ordinary size, and try it once.
     stack = stack_class(small)
     ids = torch.zeros(1, 4, dtype=torch.long)
     with torch.no_grad():

@@ -76,6 +76,7 @@ class PatchedStack(KeepsSignature):
             return super().forward(**kwargs)
 
     def _hfpatch_forward(self, args, kwargs):
+        # [Step 1] Give positional arguments their names, and refuse what cannot run.
         kwargs |= zip(self._hfpatch_takes.positional, args)
         if torch.compiler.is_compiling():
             return _run_compiled(self, kwargs)
@@ -86,12 +87,14 @@ class PatchedStack(KeepsSignature):
             "hfpatch: torch.func and forward mode do not work on a patched model. Call "
             "hfpatch.undo(model)."
         )
+        # [Step 2] Find the layers, and whether each runs as its small instance did.
         layers = list_of_layers(self) or ()
         # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
         ours = [m for held in layers for m in held.modules() if isinstance(m, PatchedLayer)]
         # Whether each runs in tiles, or untiled for the reason that its small instance had. The layers
         # read what is found here.
         as_tried = [look(m).reason in (None, m._hfpatch.traits.reason) for m in ours]
+        # [Step 3] Read the caller's arguments.
         traits = self._hfpatch.traits
         runtime = self._hfpatch.runtime
         # A layer that is not as tried, or a mixer that remembers padding, may read it.
@@ -101,6 +104,7 @@ class PatchedStack(KeepsSignature):
             inputs = replace(inputs, causal=False)
         if runtime is not None:
             runtime.hidden_BT = None
+        # [Step 4] Decide whether our attention takes this batch, and which tokens see each other.
         batch = None
         if inputs is not None:
             if runtime is not None and runtime.weights.on:
@@ -108,6 +112,7 @@ class PatchedStack(KeepsSignature):
             batch = _batch_of(self, inputs, kwargs)
             if runtime is not None and inputs.behind:
                 runtime.hidden_BT = ~inputs.rows_mask.bool()
+        # [Step 5] Run transformers' own forward, with our attention or without it.
         if batch is not None:
             batch.packed = packed_row(inputs, traits, layers, all(as_tried), batch)
             return _run_ours(self, batch, kwargs)

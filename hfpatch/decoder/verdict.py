@@ -85,10 +85,12 @@ def ask_model(decoder: Decoder) -> Verdict:
     shared = None
     if getattr(config, "num_kv_shared_layers", None) and not hands_on_keys(decoder.layers[0]):
         shared = SHARED_KEYS
+    # [Step 1] Find the kind of each layer.
     kinds = [kind_of(layer) for layer in decoder.layers]
     numbers = _differing(decoder.layers, kinds)
     # A stack that was cut behind the layer that completes the kinds has the same verdict.
     first = tuple(kinds[: 1 + max(map(kinds.index, kinds))])
+    # [Step 2] Get the verdict on these kinds: the kept one, or a new one from a small instance.
     stack_class = type(decoder.stack)
     try:
         settings = config.to_json_string(use_diff=False)
@@ -100,6 +102,7 @@ def ask_model(decoder: Decoder) -> Verdict:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = LayerTraits(reason=why("untried", reason))
         return Verdict((untried,) * len(kinds), False, shared, isolates=False)
+    # [Step 3] Give each layer of this model the traits of its kind.
     unknown = LayerTraits(reason=why("other kind"))
     answers = [_answer(verdict, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor

@@ -97,6 +97,7 @@ def _watched(step, kind, part: str, x):
                 step.backward.top = max(step.backward.top, now)
 
         sample()
+        # Hook each node of the tile's graph once.
         todo = [y.grad_fn for y in outputs]
         seen = set()
         while todo:

@@ -237,9 +237,12 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, fixed: set) -> dict[str, i
         attention returns its state). None if there are no such modules. Each must be called once,
         on [B, T, D], and return the same shape.
     """
+    # [Step 1] See whether the layer mixes tokens at all.
     tokens = x_BTD.shape[1]
     if not _mixes(run, (x_BTD,), {}, tokens, fixed):
         return {}
+    # [Step 2] Record the calls of all modules. The search runs modules on their arguments, and
+    # answers with their outputs.
     calls = calls_in(layer, run, x_BTD)
 
     def constant(name, args, kwargs):
@@ -270,6 +273,7 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, fixed: set) -> dict[str, i
             if not _mixes(module, args, kwargs, tokens, fixed):
                 continue
             inner = within(f"{name}.")
+            # The mixers inside are enough if this module mixes nothing once they are answered.
             enough = inner and None not in inner.values()
             if enough:
                 with standing_in(layer, inner, constant):
@@ -277,6 +281,8 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, fixed: set) -> dict[str, i
             found |= inner if enough else {name: behind(name)}
         return found
 
+    # [Step 3] Search from the outermost modules inwards, and check that the whole layer mixes
+    # nothing else.
     found = within("")
     if None in found.values():
         return None

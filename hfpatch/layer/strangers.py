@@ -73,6 +73,7 @@ def stranger_in(layer: nn.Module, kinds: frozenset[type]) -> str | None:
             continue
         kind = MADE_FROM[class_of(module)]
         package = home_of(kind)
+        # Whether the class still has a forward of its own package or of a library.
         as_made = home_of(kind.forward) in (package, *LIBRARIES)
         in_adapter = in_adapter or package == "peft"
         # transformers' tensor parallelism puts a forward on each module whose weights ranks share.
@@ -91,6 +92,7 @@ def stranger_in(layer: nn.Module, kinds: frozenset[type]) -> str | None:
                 f"{name}: a {kind.__module__}.{kind.__qualname__} that hfpatch does not know "
                 "(hfpatch.token_wise declares one that computes each token alone)"
             )
+        # Experts in 4 bits: bitsandbytes' parametrizations are all that is new inside.
         if kind is not MADE_FROM[type(module)]:
             continue
         for inner, m in modules_of(module).items():

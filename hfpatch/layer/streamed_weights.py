@@ -298,12 +298,14 @@ class StreamedWeights:
         if packed is None or not packed.nbytes:
             yield
             return
+        # [Step 1] Drop the slots' content if another stream allocated them.
         device = self.ring.transfers.device
         if self.ring.stream != device.current():
             self.drop()
         ticket = None
         try:
-            # tensors made in inference mode could not be written to outside it
+            # [Step 2] Bring the layer's weights to the device, and start to fetch those of the next
+            # layer. Tensors made in inference mode could not be written to outside it.
             with torch.inference_mode(False):
                 ticket = self._fetch(index)
                 ticket.wait()
@@ -316,8 +318,8 @@ class StreamedWeights:
             self.drop()
             raise
         finally:
-            # The caller may write to the host weights, so the CPU waits for this layer's copy, not
-            # for its kernels, which are already queued.
+            # [Step 3] Put the weights at rest again. The caller may write to the host weights, so
+            # the CPU waits for this layer's copy, not for its kernels, which are already queued.
             if ticket is not None:
                 device.synchronize(ticket.ready)
             with torch.inference_mode(False):

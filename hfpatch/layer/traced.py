@@ -182,6 +182,8 @@ class Traced:
         noted: a list that takes the MLP's gate and up; gates: these two, if they were kept.
         unread: skips the values of LayerTraits.unread_after, and of the projections that make gates.
         """
+        # [Step 1] Choose the values that are not computed, and what answers attention, mixers and
+        # MLP.
         found = {key: [] for key in self.records} if self.records else {}
         names = self.traits.unread_always
         if unread and not self.arguments.wanted:
@@ -195,6 +197,7 @@ class Traced:
         in_mlp = nullcontext()
         if noted is not None or gates:
             in_mlp = having(gate_up=(noted, gates))
+        # [Step 2] Run the layer's own forward.
         with (
             self._forwards(names, device.type, unread),
             recording,
@@ -202,6 +205,7 @@ class Traced:
             replayed(self.rng, ("after", a), device),
         ):
             y = self._run(role, x_BtD, *self.arguments.tile(a, b))
+        # [Step 3] Put the recorded tensors, then the layer's other tensors, behind its output.
         self.recorded = []
         self.beside = None
         if isinstance(y, Tensor) and not found:

@@ -18,6 +18,8 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
 
     `run` uses this layer. Backward calls it again, on the tensors and switches of the first run.
     """
+    # [Step 1] Make the function that torch's checkpoint calls. Its first call notes the layer's
+    # state, later calls run in that state.
     meter = runtime.meters.get(x_BTD.device)
     step = meter and meter.step
     state: ForwardState | None = None
@@ -37,8 +39,10 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
         finally:  # torch raises an exception to end the rerun early
             built([])
 
+    # [Step 2] On the device torch keeps the input itself.
     if policy.offload == "gpu":
         return checkpoint(as_first, x_BTD, use_reentrant=False)
+    # [Step 3] Elsewhere, saved-tensor hooks send the input to its tier and fetch it again.
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers
     # torch keeps the hooks and their closures until backward: x must not be in them.
     given = [x_BTD]

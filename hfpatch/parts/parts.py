@@ -223,10 +223,13 @@ def _as_trained(mlp: nn.Module, inputs) -> tuple[list[Tensor], str | None]:
 
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     """(fused class, its attributes) for this MLP, or the reason why it keeps its class."""
+    # [Step 1] Refuse a module that is no gated MLP.
     modules = dict(modules_of(mlp))
     matching = [names for names in _GATES if modules.keys() >= {*names, "down_proj"}]
     if not matching or parameters_of(mlp):
         return "no gated MLP"
+    # [Step 2] Make two small twins with the same random projections. One has the MLP's own forward,
+    # the other the fused one.
     gates = matching[0]
     generator = torch.Generator().manual_seed(0)
     for name in (*gates, "down_proj"):
@@ -241,6 +244,7 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     ours = twin_of(mlp, modules)
     ours.__class__ = _FusedTwin
     kinds = [type(m) for m in _activations(mlp, gates)]
+    # [Step 3] Find the activation for which both return the same.
     x = torch.randn(5, 16, generator=generator)
     # Also as large as outliers are: some families clamp gate and up (DeepSeek-V4 at 10).
     inputs = x, 100 * x

@@ -248,6 +248,7 @@ class Transfers:
         A piece without a destination goes to the slot, or without a slot to a new buffer. free:
         receives the slot once the ticket is done.
         """
+        # [Step 1] Find a destination for each piece that is off the device.
         device = self.device
         tensors = []
         copies = []
@@ -273,10 +274,12 @@ class Transfers:
         ticket = Ticket(device, self.to_device, device.current(), tensors, slot, free)
         if not copies:
             return ticket
-        # New memory: earlier kernels of the compute stream may still use it. settle() made that
-        # stream wait for the copies to the tier: the source is written. A slot's last use may be
-        # older than settle(): FetchQueue.begin settles and drops such slots.
+        # [Step 2] Order the copies. Earlier kernels of the compute stream may still use new memory.
+        # settle() made that stream wait for the copies to the tier: the source is written. A slot's
+        # last use may be older than settle(): FetchQueue.begin settles and drops such slots.
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
+        # [Step 3] Start the copies. From files only the reads start here: wait() copies what they
+        # bring.
         if self.disk is not None:
             ticket.reads = [(self.disk, d, self.disk.read(s, a, b)) for s, a, b, d in copies]
             return ticket
