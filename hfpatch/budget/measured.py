@@ -251,6 +251,7 @@ def _keep_last_layers(
         if name is None:
             continue
         kind = kinds[name]
+        # Nothing is known of this kind, or one layer of it is tried already: the layer stays tiled.
         if not kind.cost or kind.kept is None and name in tried:
             tiled_above = plan.working
             continue

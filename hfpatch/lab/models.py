@@ -67,6 +67,7 @@ def config_of(model) -> tuple[str, dict]:
     """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub.
     ValueError without a config.
     """
+    # [Step 1] A dict, a config or a model has the values itself.
     if isinstance(model, dict):
         return model.get("_name_or_path") or model.get("model_type", "model"), model
     if not isinstance(model, (str, os.PathLike)):
@@ -77,6 +78,7 @@ def config_of(model) -> tuple[str, dict]:
                 f"{type(model).__name__}. Pass what `hfpatch plan` takes."
             )
         return getattr(config, "_name_or_path", "") or "model", config.to_dict()
+    # [Step 2] A name is tried as a folder or file, then as a preset, then as a hub id.
     name = os.fspath(model)
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
@@ -90,6 +92,7 @@ def config_of(model) -> tuple[str, dict]:
         return values.get("_name_or_path", find_preset(name)), values
     if name.count("/") == 1 and not path.parent.exists() and not name.endswith(".json"):
         return name, hub_config(name)
+    # [Step 3] It is none of these: say what it looks like.
     if name and Path(name).is_dir():
         raise ValueError(
             f"hfpatch: a model's folder must hold a config.json, and {name} has none. Pass another."

@@ -279,6 +279,7 @@ class Steps:
 
 def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool, last: int) -> _Ran:
     """The numbers and peaks of a simulated step. last: layers whose backward ends it."""
+    # [Step 1] The seconds of each part. What no part explains, the GPU waits for Python.
     forward = follower.begins["backward"] - follower.begins["forward"]
     backward = clock.compute.now - follower.begins["backward"]
 
@@ -287,6 +288,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool, l
         seconds[part] += spent if phase != "setup" else 0.0
     seconds["python_wait"] = max(0.0, forward + backward - sum(seconds.values()))
 
+    # [Step 2] The FLOPs of the model's own products, without what backward runs again.
     matmul = found.flops["matmul"]
     attention = found.flops["attention"]
     # A fused loss makes the head's gradients in its forward.
@@ -296,6 +298,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool, l
     inside = matmul.get("forward", 0) - products * times
     once = 3 * attention.get("backward", 0) / 2.5
 
+    # [Step 3] Collect the numbers, each of which is linear in the layers.
     blocks = found.ledger.blocks
     streamed = sum(b.nbytes for b in blocks if b.host and b.category == "parameters")
     numbers = Counter({
@@ -309,6 +312,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool, l
     numbers.update({("whole", why): n for why, n in found.whole.items()})
     numbers.update({("seconds", part): spent for part, spent in seconds.items()})
 
+    # [Step 4] Add what the meter of a real step would measure.
     meter = follower.meter
     step = meter.step
     measured = {}
@@ -318,6 +322,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool, l
             numbers[name] = (getattr(sizes, name).points or [[0, 0]])[-1][1]
         numbers["layers_forward"] = step.forward.clocks[1] - step.forward.clocks[0]
         measured = {"exact": step.backward.exact, "kinds": tuple(sizes.kinds), "able": meter.able}
+    # [Step 5] Find the peaks at the two ends of backward.
     bottom = sum(trained_bytes_of(m) for m in layers_of(model)[:last])
     bottom += trained_bytes_of(model.get_input_embeddings())
     early, late = moments_of(found.ledger, bottom)

@@ -91,6 +91,7 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
     Examples:
         >>> print(hfpatch.verify(model, {"input_ids": ids, "labels": labels}))
     """
+    # [Step 1] Refuse a model or a batch that cannot be compared.
     if any(is_shard(p) or local_part(p) is not p for p in model.parameters()):
         raise ValueError(
             "hfpatch: parameters must be whole, and some are sharded. Call verify() before an engine "
@@ -102,6 +103,7 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
             f"{type(model).__name__}. Pass a causal language model of transformers."
         )
     batch = _batch(model, batch)
+    # [Step 2] Run the stock model twice. The second run, with other roundings, shows the noise.
     with _copied(model) as stock:
         # On the host: the device holds the gradients of one step at a time.
         wanted = {name: g.cpu() for name, g in _step(stock, batch).items()}
@@ -114,8 +116,10 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
         )
     noise = {name: _distance(noisy[name], g) for name, g in wanted.items()}
     del noisy, stock
+    # [Step 3] Run the patched model.
     with _copied(model, patched=True) as ours:
         got = _step(ours, batch)
+    # [Step 4] Set a limit for each difference, and find the worst one.
     apart = {n: _distance(got[n], g) if n in got else math.inf for n, g in wanted.items()}
     middle = statistics.median(noise.values())
     limits = {}

@@ -147,6 +147,7 @@ def resident(name: str, shape, gpus: int, policy: Checkpointing) -> Resident:
             host = shape.frozen
             base += WEIGHT_SLOTS * shape.frozen_layer - host
         trained = shape.trained_parameters
+        # 8-bit moments take a byte each, and a float32 scale for each block of 256.
         moments = 2 * shape.trained_bytes if name == "adamw" else 2 * trained + 8 * trained // 256
         return Resident(base, None, moments, host=gpus * host, skipped=base - shape.trained_bytes)
     P = shape.parameters

@@ -78,7 +78,7 @@ def profile(
     Raises:
         ValueError: an option is wrong, or no implementation can run.
     """
-    # a second run of one name would overwrite its trace
+    # [Step 1] Read the options. A second run of one name would overwrite the first one's trace.
     names = list(dict.fromkeys(impl.split(",") if isinstance(impl, str) else impl))
     several = isinstance(seq_len, Iterable) and not isinstance(seq_len, str)
     lengths = list(seq_len) if several else [seq_len]
@@ -95,6 +95,7 @@ def profile(
         "device": device,
         "simulate": simulate, "folder": str(folder),
     }  # fmt: skip
+    # [Step 2] List all runs and check each, before the first one starts.
     asked = [shared | {"impl": name, "seq_len": length} for length in lengths for name in names]
     if not asked:
         raise ValueError("hfpatch: impl or seq_len is empty. Name at least one.")
@@ -103,6 +104,7 @@ def profile(
         if not simulate:
             _expect_memory(options["model"], batch * options["seq_len"])
     check_together(names, shared["checkpointing"], gradient_checkpointing)
+    # [Step 3] Run each in a process of its own.
     folder.mkdir(parents=True, exist_ok=True)
     runs = []
     notes = []  # why others could not run here
@@ -114,6 +116,7 @@ def profile(
             notes.append(found)
     if not runs:
         raise ValueError(notes[0])
+    # [Step 4] Write the report.
     called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
     return Profile(folder, runs, write(folder, runs, command=command or called, notes=notes))
 

@@ -18,17 +18,20 @@ from hfpatch.lab.watch import module_calls
 
 def follow(run: Run, options: Options, used: Checkpointing | None = None) -> Run:
     """Fills the run's peak and the blocks alive then. used: the policy of real steps, if any ran."""
+    # [Step 1] Build the model without memory, as an instance of the run's implementation.
     dtype = getattr(torch, run.setup["dtype"])
     model = build(load_config(options.model).to_dict() | {"use_cache": False}, dtype).train()
     settings = parse_checkpointing(options.checkpointing)
     if settings.offload == "auto":
         settings = dataclasses.replace(settings, offload="host")
     become(model, options.impl, options.gradient_checkpointing, settings)
+    # [Step 2] Take the policy of the real steps. If none ran, take that of a first step, with as
+    # much host memory as it needs.
     policy = used
     if options.impl == "hfpatch" and used is None and settings.offload != "off":
-        # A first step's, with as much host memory as it needs.
         width = model.get_input_embeddings().weight.shape[1]
         policy = first_policy(settings, rows=options.batch * options.seq_len, width=width)
+    # [Step 3] Run the step on fake tensors, and collect the inputs of its layers.
     inputs: set = set()
     layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
 
@@ -45,6 +48,7 @@ def follow(run: Run, options: Options, used: Checkpointing | None = None) -> Run
             model, options.batch, options.seq_len, steps=steps, policy=policy,
             optimizer=partial(make_optimizer, name=options.optimizer),
         )  # fmt: skip
+    # [Step 4] Put what the simulation found into the run.
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes
     return _measured(run, found.ledger, inputs, head_name(model), type(model).__name__)

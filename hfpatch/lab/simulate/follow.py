@@ -213,7 +213,8 @@ class Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # `x.device` of a fake tensor: as frequent as all the rest
+        # [Step 1] Count the operation. `x.device` of a fake tensor does not count: it is as
+        # frequent as all the rest.
         if func is DEVICE:
             return args[0].fake_device
         self.operations += 1
@@ -223,6 +224,8 @@ class Follower(TorchDispatchMode):
                 "and plain code that goes through the tokens one by one has more. Ask for fewer "
                 "tokens, or run it."
             )
+        # [Step 2] Answer what makes no record of its own: autograd's sums of gradients, views of
+        # fake tensors, and operations whose result depends on known values.
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)
         op = operation(func)
@@ -231,6 +234,7 @@ class Follower(TorchDispatchMode):
         answered, value = self.shadows.answer(func, args, kwargs)
         if answered:
             return value
+        # [Step 3] Record the inputs, run the operation on fake tensors, and record its outputs.
         inputs = tensors_in(args, [])
         if kwargs:
             tensors_in(kwargs.values(), inputs)
@@ -252,12 +256,14 @@ class Follower(TorchDispatchMode):
         if op.mutable:
             for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
                 self.track(tensor, name)
+        # [Step 4] Count its work, computed once for each key.
         work = self._works.get(key)
         if work is None:
             work = self._work(func, args, kwargs, inputs, outputs)
             if key is not None:
                 self._works[key] = work
         self._did(work, func, args)
+        # [Step 5] Repeat it on the real values, where they are known.
         self.shadows.run(op, args, kwargs, inputs, outputs)
         return out
 
@@ -274,6 +280,7 @@ class Follower(TorchDispatchMode):
         FakeTensorMode's cache lookup costs more than the call. Operations whose results are on the
         device of their arguments call their meta kernels directly, as FakeTensorMode would.
         """
+        # [Step 1] Leave other operations to FakeTensorMode.
         func = operation.func
         mode = self.shadows.fake_mode
         by_meta = (
@@ -281,8 +288,10 @@ class Follower(TorchDispatchMode):
         )
         if not by_meta or any(type(t) is not FakeTensor for t in inputs):
             return func(*args, **kwargs)
+        # The result is the argument that it writes to.
         if operation.writes:
             return kwargs.get("out", args[0])
+        # [Step 2] Take the results' shapes from an earlier call, or run the meta kernel.
         device = inputs[0].fake_device
         if layouts := self._shapes.get(key):
             out = tuple(map(meta_tensor, layouts))
@@ -297,6 +306,7 @@ class Follower(TorchDispatchMode):
             if operation.fresh and key:
                 self._note_shape(key, inputs, out)
 
+        # [Step 3] Turn the meta tensors into fake tensors on the arguments' device.
         make = self._makes.get(device)
         if make is None:
             bare = meta_tensor(((0,), (1,), torch.float32))

@@ -38,16 +38,19 @@ def selective_scan(
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
         dt = softplus(dt)
-    B = B.transpose(1, 2)
-    C = C.transpose(1, 2)
+    B = B.transpose(1, 2)  # [B, T, N]
+    C = C.transpose(1, 2)  # [B, T, N]
     decay_BITN = torch.exp(A[None, :, None, :] * dt[:, :, :, None])
     new_BITN = dt[:, :, :, None] * B[:, None, :, :].float() * x_BIT[:, :, :, None].float()
+    # Each step takes a whole block. A token continues from the token at its place in the block
+    # before: other values than transformers', but the same bytes and FLOPs.
     size = -(-T // BLOCKS)
     state = x_BIT.new_zeros(*x_BIT.shape[:2], size, A.shape[-1])
     outs = []
     for a in range(0, T, size):
         b = min(a + size, T)
         state = decay_BITN[:, :, a:b] * state[:, :, : b - a] + new_BITN[:, :, a:b]
+        # [B, tokens of the block, I, 1]
         out = torch.matmul(state.to(x_BIT.dtype).transpose(1, 2), C[:, a:b].unsqueeze(-1))
         outs.append(out[..., 0].transpose(1, 2))
     out = torch.cat(outs, -1)

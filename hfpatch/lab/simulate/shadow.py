@@ -88,11 +88,13 @@ class Shadows:
         """(True, value) for an operation whose result or result's shape depends on known values,
         else (False, None).
         """
+        # [Step 1] Leave operations whose result does not depend on values.
         by_mask = func is _INDEX and any(i is not None and i.dtype == torch.bool for i in args[1])
         if id(func) not in _DATA_DEPENDENT and not by_mask:
             return False, None
+        # [Step 2] Index unknown values by known masks: the same gather by the masks' positions has
+        # a known shape.
         if by_mask and self._map(args[0]) is _UNKNOWN:
-            # Values unknown, mask known: the same gather by positions has a known shape.
             masks = self._map(args[1])
             if masks is _UNKNOWN:
                 return False, None
@@ -103,6 +105,7 @@ class Shadows:
                     positions += [mask] if by_position else mask.nonzero(as_tuple=True)
             fakes = [None if one is None else self.fake(one) for one in positions]
             return True, aten.index.Tensor(args[0], fakes)
+        # [Step 3] Run the operation on the real values.
         values = self._map((args, kwargs))
         if values is _UNKNOWN:
             return False, None
@@ -118,12 +121,15 @@ class Shadows:
         """Repeats an operation on the values behind its arguments, or forgets the values it
         overwrote.
         """
+        # [Step 1] Find the outputs that have no real storage behind them yet.
         func = operation.func
         fresh = [o for o in outputs if id(o.untyped_storage()) not in self._real]
         if not operation.mutable and not fresh:
             return  # views of something known
+        # [Step 2] Run the operation on the real values, and put the results behind the new outputs.
         if self._runnable(func, inputs, fresh):
             if id(func) in _LIKE and not self._known(args[0]):
+                # Only the shape of this argument counts.
                 like = args[0]
                 with real_tensors():
                     blank = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -139,6 +145,7 @@ class Shadows:
                 if id(fake.untyped_storage()) not in self._real and fake.shape == real.shape:
                     self.put(fake, real)
             return
+        # [Step 3] Otherwise forget the values that the operation overwrote.
         written = [args[at] for at in operation.written if at < len(args)]
         for value in tensors_in(written, []):
             self._real.pop(id(value.untyped_storage()), None)
