@@ -148,6 +148,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     None for a bug.
     """
     text = _IN_WORKER.sub("", " ".join(str(error).split()))
+    # hfpatch's own errors are sentences for the user already.
     if text.startswith("hfpatch:"):
         return text.removeprefix("hfpatch:").strip().removesuffix("."), BAD_INPUT
     if isinstance(error, OSError) and error.errno is not None:
@@ -169,6 +170,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return "a path holds a null character. Correct it", BAD_INPUT
     if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
         return _BROKEN.format(at="", why=why), BAD_INPUT
+    # Libraries raise these for many causes, and only the message tells which.
     if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in (
         "ConnectError",
         "SafetensorError",

@@ -24,19 +24,23 @@ def main(args) -> int:
     from hfpatch.lab.prove import PAGE, ROW, page, prove, row
     from hfpatch.planner.measure import measure_this
 
+    # [Step 1] Choose the device and the sizes, and make the folder.
     cuda = torch.cuda.is_available()
     small = args.small or not cuda
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)  # first: a wrong path fails before the work
     if small and not args.small:
         _say("no GPU that torch can use is here: small sizes, on the CPU")
+    # [Step 2] Run the checks and the measurements.
     with progress("checking and measuring"):
         proof = prove(
             torch.device("cuda" if cuda else "cpu"), small=small, seconds=args.seconds, say=_say,
             rates=measure_this if cuda and not small else None,
         )  # fmt: skip
+    # [Step 3] Write the page and the row.
     (out / PAGE).write_text(page(proof), encoding="utf-8")
     (out / ROW).write_text(json.dumps(row(proof), indent=1) + "\n", encoding="utf-8")
+    # [Step 4] Print the failed checks, how many passed, and what each planned step took.
     for check in proof.failed:
         _say(
             f"FAILED {check.what} {check.dtype} at {check.tokens} tokens: {check.where}, "

@@ -125,6 +125,8 @@ def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
 
     Returns its exit code, -n if signal n ended it, and whether a signal arrived meanwhile.
     """
+    # [Step 1] Note the handlers to restore at the end. A signal that this process ignores stays
+    # ignored.
     variables = os.environ | environment
     before = {number: signal.getsignal(number) for number in _PASSED_ON}
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
@@ -134,14 +136,17 @@ def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
     def pass_on(number, frame):
         heard.append(number)
         for child in children:
+            # In the foreground the terminal has sent Ctrl-C to the child too.
             if number != signal.SIGINT or not _in_foreground():
                 child.send_signal(number)
 
     try:
-        # Before the child begins, so that no signal ends this process alone.
+        # [Step 2] Take over the signals before the child begins, so that none ends this process
+        # alone.
         for number in before:
             signal.signal(number, pass_on)
         try:
+            # [Step 3] Start the child.
             child = subprocess.Popen(command, env=variables, preexec_fn=ends_with(os.getpid()))
         except OSError as error:
             print(
@@ -150,6 +155,7 @@ def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
                 file=sys.stderr,
             )
             return BAD_INPUT, False
+        # [Step 4] Send it the signals that came in between, and wait for its end.
         children.append(child)
         for number in heard:  # while the child began
             child.send_signal(number)

@@ -30,6 +30,7 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     Raises ValueError for an unknown flag or key, a file that cannot be read, or values that
     contradict each other.
     """
+    # [Step 1] Make the parser.
     argv = list(argv)
     parser = HfArgumentParser(
         CLASSES,
@@ -41,6 +42,7 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     actions = _actions(parser)
     for name in LENGTHS:
         actions[name].type = flag(parse_length)
+    # [Step 2] Read the file, then the flags, which win.
     namespace = None
     words = []
     if argv and not argv[0].startswith("-"):
@@ -56,6 +58,7 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
         near = did_you_mean(rest[0].partition("=")[0], [f"--{name}" for name in actions])
         near = near or " See hfpatch train --help."
         raise ValueError(f"hfpatch: unknown flag {rest[0]!r}.{near}")
+    # [Step 3] Check the values.
     values = {name: _expanded(value) for name, value in vars(namespace).items()}
     check_ranges(values, "_")
     for name, wanted in COMPANIONS.items():
@@ -64,12 +67,14 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
                 f"hfpatch: --{name} works with --{wanted} only. Add --{wanted}, or leave --{name} "
                 "out."
             )
-    # What the user wrote, be it a flag's default.
+    # [Step 4] Choose the placement. `flags` holds what the user wrote, even where it equals a
+    # default.
     named = [w[2:].partition("=")[0].replace("-", "_") for w in words + argv if w.startswith("--")]
     flags = {actions[n].dest: values[actions[n].dest] for n in named if n in actions}
     model = _make(ModelArguments, values)
     data = _make(DataArguments, values)
     model, config = _place(model, values, flags)
+    # [Step 5] Share sequences between ranks, and make the TrainingArguments.
     if model.sp_size > 1:
         data = _share_rows(model, data, values, config)
     with refusals((ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):

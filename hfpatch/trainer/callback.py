@@ -121,12 +121,14 @@ class Callback(TrainerCallback):
             print(self.report, file=sys.stderr)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        # [Step 1] Move this callback to the front.
         trainer = self._trainer()
         if trainer is not None:
             # Trainer puts reporters before a user's callbacks. A loop runs over the old list.
             handler = trainer.callback_handler
             handler.callbacks = [self, *(c for c in handler.callbacks if c is not self)]
-        # FSDP1 and compile wrap the model. model_init makes another one, which it may have patched.
+        # [Step 2] With `apply`, refuse a model that is not patched. FSDP1 and compile wrap the
+        # model. model_init makes another one, which it may have patched.
         patched = (module is self._applied() or is_patched(module) for module in model.modules())
         if self.apply and not any(patched):
             raise ValueError(
@@ -134,6 +136,7 @@ class Callback(TrainerCallback):
                 "Callback(apply=True) in Trainer(callbacks=[...]), and with model_init call "
                 "hfpatch.apply inside it."
             )
+        # [Step 3] Note what the throughput figures need: ranks, the model's FLOPs, the GPU's peak.
         parallel = _parallelism(args)
         tp, sp, cp = (getattr(parallel, f"{name}_size", None) or 1 for name in ("tp", "sp", "cp"))
         self._ranks = args.world_size // tp
@@ -144,6 +147,7 @@ class Callback(TrainerCallback):
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         if self._shape is not None:
             self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        # [Step 4] Warn about an optimizer that loses small updates, or compiles first.
         optimizer = kwargs.get("optimizer")
         while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
             optimizer = optimizer.optimizer
@@ -153,7 +157,8 @@ class Callback(TrainerCallback):
             warnings.warn(words, stacklevel=2)
         if type(optimizer).__module__.startswith("torchao.optim") and args.process_index == 0:
             say_compiling(type(optimizer).__name__)
-        # A run that searches for its batch size begins again without an end.
+        # [Step 5] Start to count. A run that searches for its batch size begins again without an
+        # end.
         self.on_train_end(args, state, control)
         self._trained = _trained_share(model)
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)

@@ -167,6 +167,7 @@ def encode_chat(
     A turn includes its end-of-turn token. Raises BadRow if the template refuses the messages, or
     if it renders what came before a turn differently once the turn is there.
     """
+    # [Step 1] Prepare the messages and the call of the template.
     if template.parts:
         messages = [_as_parts(message) for message in messages]
 
@@ -178,6 +179,7 @@ def encode_chat(
             reason = error or type(error).__name__
             raise BadRow(f"the chat template refuses it: {reason}") from error
 
+    # [Step 2] A template with markers says itself which tokens are the assistant's.
     if template.marked:
         made = render(messages, return_assistant_tokens_mask=True)
         ids = made["input_ids"]
@@ -188,6 +190,8 @@ def encode_chat(
                 raise BadRow(_moved(start))
             learned[: len(before)] = [False] * len(before)
         return ids, learned
+    # [Step 3] Without markers, the tokens of a turn are those that its rendering adds to the
+    # generation prompt before it.
     ids = render(messages)["input_ids"]
     learned = [False] * len(ids)
     for i, message in enumerate(messages):

@@ -25,8 +25,11 @@ def lengthened(config, limit: int | None, scaling: str | None):
     """
     if limit is None and scaling is None:
         return config
+    # [Step 1] Refuse a model without a rotary table, or with several.
     before = _rope(config)
     values = config.to_dict()
+    # [Step 2] Put the new rope parameters over the model's. Some types start from the length
+    # before.
     if scaling is not None:
         asked = _asked(scaling)
         scaled = before.get("rope_type", "default")
@@ -44,6 +47,7 @@ def lengthened(config, limit: int | None, scaling: str | None):
         values["rope_parameters"] = kept | asked
     if limit is not None:
         values["max_position_embeddings"] = limit
+    # [Step 3] Make the config, and compute its frequencies once, to refuse what does not work.
     try:
         made = type(config).from_dict(values)
         kind = _rope(made).get("rope_type", "default")

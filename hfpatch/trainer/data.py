@@ -270,7 +270,7 @@ def load_data(model, data, args, config, *, say) -> tuple:
 
 def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Datasets:
     """Tokenizes (or finds in the cache), splits, cuts and packs the data. Raises ValueError."""
-    # The first row decides whether the data are a chat.
+    # [Step 1] Choose the chat template. The first row decides whether the data are a chat.
     template = chat.OWN
     place, first = next(rows.good(), ("", {}))
     if chat.is_chat(first, data.kind):
@@ -278,12 +278,14 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
         template = chat.training_template(tokenizer)
     if template.text is not None:
         say("hfpatch: chat: TRL's training template, whose markers show the assistant's turns")
+    # [Step 2] Set up how a row is encoded. `settings` are part of the cache's key.
     size = config.get_text_config().vocab_size
     padding = pad_id(config, tokenizer)
     settings = (_tokenizer_digest(tokenizer), template, size, data.kind, data.text_field,
                 data.text_unit)  # fmt: skip
     encode = partial(encoded, tokenizer=tokenizer, data=data, template=template, vocab_size=size)
 
+    # [Step 3] Tokenize the evaluation data, if they are data of their own.
     held = None
     if data.eval_data:
         found = rows_of(data.eval_data, data, data.eval_split or data.data_split)
@@ -293,6 +295,7 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
                 "with --eval_split."
             )
         held = _tokenized(found, encode, settings, data, say)
+    # [Step 4] Tokenize the training data, hold some out for evaluation if asked to, and make rows.
     share = 1.0
     if data.streaming:
         made = Stream(partial(encode, rows), data, padding, seed, say)
@@ -315,6 +318,7 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
             windows = windows_of(config) or packing.FULL
             lengths = made.pieces[:, 2].tolist()
             share = packing.attention_share(lengths, len(made), data.seq_len, windows)
+    # [Step 5] Make the rows of evaluation, and compute their bytes per token.
     evaluation = None
     per_token = 0.0
     if held is not None:

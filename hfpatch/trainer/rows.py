@@ -73,6 +73,7 @@ def files_of(paths, data) -> list[Path]:
 
 def rows_of(paths, data, split: str) -> Rows:
     """The rows of local files and folders, or of one hub data set. Raises ValueError."""
+    # [Step 1] A path that does not exist is a hub data set's name.
     name = Path(paths[0])
     if len(paths) == 1 and not name.exists():
         if reader_of(name) or name.is_absolute() or len(name.parts) > 2:  # no name of the hub's
@@ -88,11 +89,13 @@ def rows_of(paths, data, split: str) -> Rows:
             partial(_numbered, table, name),
             getattr(table, "_fingerprint", repr((paths, data.data_config, split))),
         )
+    # [Step 2] A folder may be a data set that `datasets` saved.
     saved = (name / "dataset_info.json").is_file() or (name / "dataset_dict.json").is_file()
     if len(paths) == 1 and saved:
         table = datasets.load_from_disk(str(name))
         table = table[split] if isinstance(table, datasets.DatasetDict) else table
         return Rows(partial(_numbered, table, name), table._fingerprint)
+    # [Step 3] All else are files. Their digest covers names, sizes and contents.
     files = files_of(paths, data)
     made = hashlib.blake2b(digest_size=16)
     for file in files:
