@@ -97,34 +97,6 @@ def test_adapters_are_those_of_the_adapted_weight(layout):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_gradients_without_values_and_summed_outside():
-    """In backward: the output is a constant, and weights' gradients go to who adds them up."""
-    values, ids = given(SILU, FP64, False), routes("spread")
-    whole = gradients(experts, values, ids, SILU)
-    sums = [torch.empty_like(values[n]) for n in ("w1", "w2")]
-
-    def add(out):
-        calls = []
-
-        def take(a, b, offs):
-            op.EXPERT_SUMS(out, a, b, offs, not calls)
-            calls.append(1)
-
-        return take
-
-    adds = tuple(map(add, sums))
-    for a, b in ((0, 4), (4, N)):  # two tiles
-        y = experts(values["x"][a:b], ids[a:b], values["w"][a:b], values["w1"], values["w2"],
-                    layout=SILU, adds=adds, value=3.0)  # fmt: skip
-        assert (y == 3).all() and y.stride(0) == 0
-        dy = randn(N, D, dtype=FP64, seed=9)[a:b]
-        dx, dw = torch.autograd.grad(y, [values["x"], values["w"]], dy)
-        torch.testing.assert_close(dx[a:b], whole["x"][a:b], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(dw[a:b], whole["w"][a:b], rtol=1e-12, atol=1e-12)
-    for name, total in zip(("w1", "w2"), sums):
-        torch.testing.assert_close(total, whole[name], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 @pytest.mark.parametrize("ends", [[300, 301, 301, 557], [0, 0, 0, 1], [0, 0, 0, 0]])

@@ -6,20 +6,17 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from tiny import gradients, largest_difference, stock_loss
 
 import hfpatch
-from hfpatch.store.device import CudaDevice, Device
+from hfpatch.store.device import Device
 from hfpatch.store.pool import Area
 from hfpatch.store.transfers import HostPool, Transfers
 from tests.layer.deep import pair, tokens
-from tests.layer.devices import standing_in
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
@@ -123,32 +120,6 @@ def test_a_device_without_events_waits_for_its_copies(tier, pins, tmp_path, monk
     assert transfers.fetch([(saved, 0, 3, None)]).wait()[0].equal(x)
     assert len(waits) >= 2 and set(waits) == {not pins}
     transfers.close()
-
-
-def test_threads_of_the_disk_sleep_while_they_wait_for_the_device(tmp_path, monkeypatch):
-    """An event that is not made for it is waited for in a loop, which takes a core from the thread
-    that starts kernels.
-    """
-    waits, made = [], []
-
-    class Marking(Device):
-        def mark(self, stream=None, blocking=False):
-            return blocking
-
-        def synchronize(self, event=None):
-            waits.append((threading.current_thread() is threading.main_thread(), event))
-
-    with standing_in(torch.device("cpu"), Marking(torch.device("cpu"))):
-        transfers = Transfers(torch.device("cpu"), "disk", str(tmp_path))
-        saved = [transfers.save(torch.ones(1, 100, 4)) for _ in range(3)]
-        transfers.settle()
-        for one in saved:
-            assert transfers.fetch([(one, 0, 100, None)]).wait()[0].eq(1).all()
-        transfers.close()
-    assert {sleeps for main, sleeps in waits if not main} == {True}
-    monkeypatch.setattr(torch.cuda, "Event", lambda **how: made.append(how) or mock.Mock())
-    CudaDevice.mark(SimpleNamespace(current=lambda: None), blocking=True)
-    assert made == [{"blocking": True}]
 
 
 def test_gradients_through_the_disk_tier(tmp_path):
