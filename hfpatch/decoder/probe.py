@@ -182,7 +182,8 @@ def _of_a_user(call: Traced, x_BTD: Tensor, traits: LayerTraits, numbers) -> Lay
 
 def _values(call: Traced, x_BTD: Tensor, changes=()) -> list:
     """What the layer returns, with these (table, name, value) changes."""
-    with _answered(call, None), values_for_now(changes):
+    # From the same state each time: dropout in it draws the same.
+    with _answered(call, None), values_for_now(changes), torch.random.fork_rng(devices=[]):
         return pytree.tree_leaves(_run(call, x_BTD))
 
 
