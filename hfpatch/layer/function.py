@@ -49,8 +49,8 @@ class LayerFunction(torch.autograd.Function):
 
 
 def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> list[Tensor]:
-    """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors; nothing
-    where it turns out to draw random numbers that tiles must not.
+    """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors;
+    nothing if it turned out to draw random numbers, which traced.condition then says.
 
     runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is
     needed.
@@ -88,22 +88,14 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     call.step = meter and meter.step
     runtime.link(call, x)
     # [Step 4] The run. If the generators' states changed, the layer draws random numbers (dropout,
-    # noise before a router): it runs once more, from the saved states, noting the state of each
-    # tile. Its later calls note them from the start (Condition.draws).
+    # noise before a router): it has to run once more, from the saved states.
     real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
     watched = Generators(device) if real and traced.rng is None else None
     outputs = LayerFunction.apply(call, x, *tensors)
     state.ran()
     if watched is not None and watched.drew():
-        traced.rng = {}
         traced.condition.draws = True
         watched.put_back()
-        if traced.traits.arguments is not None:  # a layer of the user's own: see why_whole.py
-            return []
-        # Made for a layer without random numbers, temporary forwards return expanded rows, and
-        # dropout needs contiguous ones.
-        traced.found = {}
-        del call, outputs  # frees the first run's memory before the second
-        return tiled_layer(runtime, policy, traced, x)
+        return []
     runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
     return list(outputs)

@@ -248,8 +248,9 @@ class TiledLayer(PatchedLayer):
                 f"hfpatch: a {type(self).__name__} does not mix tokens as its small instance did: "
                 f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
-        if not outputs:
-            return self._untiled(r, first("call", None, r))
+        if not outputs:  # once more, noting each tile's random state, as its later calls do
+            why = first("call", None, r)
+            return self._in_tiles(r, policy) if why is None else self._untiled(r, why)
         y, *extras = outputs
         return traced.hand_on(split(y, known.streams), extras, lists, r.kwargs.get(SHARED_KEYS))
 

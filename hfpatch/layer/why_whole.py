@@ -189,6 +189,14 @@ def _mask(r) -> str | None:
     return None
 
 
+def _draws(r) -> bool:
+    """LoRA's dropout draws for each token, as transformers' own does. LoHa, LoKr and BOFT drop parts
+    of the update of all tokens."""
+    own = r.condition.traits.arguments is not None
+    kinds = [kinds_of(type(m)) for m in r.condition.snapshot.inside] if r.condition.draws else []
+    return any(own or "peft.BaseTunerLayer" in of and "peft.LoraLayer" not in of for of in kinds)
+
+
 # --- the list ------------------------------------------------------------------------------------
 
 _layer = partial(Reason, when="layer", told=True)
@@ -345,8 +353,8 @@ REASONS = (
     ),
     _call(
         "draws",
-        "random numbers in a layer of your own, which tokens of a row may share",
-        lambda r: r.condition.draws and r.condition.traits.arguments is not None,
+        "random numbers that tokens may share, in a layer of your own or an adapter other than LoRA",
+        _draws,
     ),
 )
 BY_NAME = {reason.name: reason for reason in REASONS}

@@ -38,6 +38,8 @@ METHODS = {
     "VeRA": ("Vera", {"r": 4, "target_modules": ["q_proj", "o_proj"]}),
     "OFT": ("OFT", {"r": 0, "oft_block_size": 4}), "BOFT": ("BOFT", {"boft_block_size": 4}),
     "HRA": ("HRA", {"r": 4}),
+    "LoHa's dropout": ("LoHa", {"r": 4, "rank_dropout": 0.5}),
+    "BOFT's dropout": ("BOFT", {"boft_block_size": 4, "boft_dropout": 0.5}),
     "LoHa": ("LoHa", {"r": 4}), "LoKr": ("LoKr", {"r": 4}), "MiSS": ("Miss", {"r": 2}),
     "RandLoRA": ("RandLora", {"r": 4}),
     "LN tuning": ("LNTuning", {"target_modules": ["input_layernorm", "norm"]}),
@@ -60,7 +62,8 @@ METHODS = {
                                                                               "encoder_hidden_size": 16}),
     "prefix tuning": ("PrefixTuning", PROMPT),
 }  # fmt: skip
-SHORT = ("IA3", "OFT", "AdaptionPrompt")  # on the output, on the weight, on attention itself
+# On the output, on the weight, on attention itself, by a draw for all tokens.
+SHORT = ("IA3", "OFT", "AdaptionPrompt", "LoHa's dropout")
 WITHOUT_MODULES = ("prompt tuning", "P-tuning", "prefix tuning")
 
 
