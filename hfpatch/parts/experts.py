@@ -26,6 +26,7 @@ from hfpatch.context.current import experts_as_named, named
 from hfpatch.ops._library import KERNEL_DTYPES
 from hfpatch.ops.experts import CLAMPED, Layout, experts
 from hfpatch.ops.swiglu import ACTIVATIONS, _act
+from hfpatch.parts.parts import with_gradients
 
 _known: dict = {}  # (class, settings) of an activation's module -> its name, None where unknown
 _SWIGLU_OF_GPT_OSS = "GptOssExperts._apply_gate"
@@ -36,11 +37,12 @@ def _activation(act: nn.Module) -> str | None:
     """The name of the function that this module computes, found on a few numbers."""
     key = type(act), repr(act)
     if key not in _known:
-        x = torch.linspace(-6, 6, 49, dtype=torch.float64)
-        x = torch.cat([x, 100 * x])  # some activations are clipped, as gelu_10
-        with torch.no_grad():
-            y = act(x)
-            same = (n for n in ACTIVATIONS.values() if torch.allclose(y, _act(x, n), 1e-12))
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.linspace(-6, 6, 49, dtype=torch.float64)
+            x = torch.cat([x, 100 * x]).requires_grad_()  # some are clipped, as gelu_10
+            of = lambda y: torch.stack(with_gradients((y,), [x]))  # noqa: E731
+            y = of(act(x))
+            same = (n for n in ACTIVATIONS.values() if torch.allclose(y, of(_act(x, n)), 1e-12))
             _known[key] = next(same, None)
     return _known[key]
 

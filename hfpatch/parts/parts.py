@@ -107,29 +107,50 @@ def _norm_variant(
     probe = kind.__new__(kind)
     nn.Module.__init__(probe)
     vars(probe).update(dict(flags) | {eps_name: eps})
+    settings = dict(vars(probe))
     offsets = (0.0, 1.0) if weighted else (0.0,)
-    for exact, offset, cast in product((True, False), offsets, CASTS):
-        if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
-            return eps_name, offset, cast
+    with torch.enable_grad():
+        for exact, offset, cast in product((True, False), offsets, CASTS):
+            if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
+                return None if differs(settings, probe) else (eps_name, offset, cast)
     return None
 
 
 def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
     """exact: to the bit, but in float32, where the order of a sum may differ."""
     for x_dtype, w_dtype in _NORM_DTYPES:
-        x = (3 * make(7, 64)).to(x_dtype)
-        weight = make(64).to(w_dtype) if weighted else None
+        x = 3 * make(7, 64)
+        x[5] *= max(eps, 1e-12) ** 0.5  # where the epsilon counts
+        x[6, 0] = 1000  # an outlier
+        x = x.to(x_dtype).requires_grad_()
+        weight = make(64).to(w_dtype).requires_grad_() if weighted else None
+        leaves = [x, weight] if weighted else [x]
         parameters_of(probe)["weight"] = weight
         try:
-            with torch.no_grad():
-                theirs = probe(x)
+            theirs = with_gradients((probe(x),), leaves)
         except Exception:  # a family's code may raise anything on a probe: it is another norm then
             return False
-        ours = ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
+        y = ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
+        ours = with_gradients((y,), leaves)
         steps = 4 if x_dtype == torch.float32 else int(not exact)
-        if not close(ours, theirs, steps):
+        if not close(y, theirs[0], steps):
+            return False
+        if x_dtype == torch.float32 and not all(map(close, ours, theirs, (4, 4096, 4096))):
             return False
     return True
+
+
+def differs(settings: dict, module: nn.Module) -> bool:
+    """Whether the module's forward set attributes, beside these settings from before."""
+    return any(settings.get(name) is not value for name, value in vars(module).items())
+
+
+def with_gradients(ys, leaves) -> list[Tensor]:
+    """Outputs, and the leaves' gradients for fixed random ones of the outputs: a user's forward may
+    have another backward."""
+    generator = torch.Generator().manual_seed(1)
+    dys = [torch.randn(y.shape, generator=generator).to(y) for y in ys]
+    return [*ys, *torch.autograd.grad(ys, leaves, dys, materialize_grads=True)]
 
 
 # --- MLPs -----------------------------------------------------------------------------------------
@@ -199,6 +220,8 @@ _SIZES = {  # of the projections that the probe tries
 }  # fmt: skip
 
 
+# The rounding steps by which the outputs and gradients of two MLPs may differ.
+_STEPS = (64, *[4096] * 9)
 # Where the activation is not as found, its call raises.
 _FusedTwin = type(
     "_FusedTwin",
@@ -207,18 +230,24 @@ _FusedTwin = type(
 )
 
 
-def _as_trained(mlp: nn.Module, inputs) -> tuple[list[Tensor], str | None]:
-    """The MLP's outputs in training, and the reason why a fused form would differ beside them.
-    from_pretrained returns models in eval mode, without their dropout."""
+def _as_trained(mlp: nn.Module, inputs) -> tuple[list[list[Tensor]], str | None]:
+    """The MLP's outputs and gradients in training, and the reason why a fused form would differ
+    beside them. from_pretrained returns models in eval mode, without their dropout."""
     drawn = torch.get_rng_state()
     training = [(vars(module), "training", True) for module in mlp.modules()]
     with values_for_now(training):
-        before = dict(vars(mlp))
-        outs = [mlp(x) for x in inputs]
-        changed = any(before.get(name) is not value for name, value in vars(mlp).items())
-    drew = not torch.equal(torch.get_rng_state(), drawn)
-    reasons = {"its forward sets attributes": changed, "it draws random numbers": drew}
+        settings = dict(vars(mlp))
+        outs = [_run(mlp, x) for x in inputs]
+        reasons = {
+            "its forward sets attributes": differs(settings, mlp),
+            "it draws random numbers": not torch.equal(torch.get_rng_state(), drawn),
+        }
     return outs, next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _run(mlp: nn.Module, x: Tensor) -> list[Tensor]:
+    leaves = [x, *(p for p in mlp.parameters() if p.requires_grad)]
+    return with_gradients((mlp(x),), leaves)
 
 
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
@@ -247,15 +276,16 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     # [Step 3] Find the activation for which both return the same.
     x = torch.randn(5, 16, generator=generator)
     # Also as large as outliers are: some families clamp gate and up (DeepSeek-V4 at 10).
-    inputs = x, 100 * x
+    inputs = x.requires_grad_(), (100 * x).detach().requires_grad_()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             wanted, reason = _as_trained(twin, inputs)
             if reason:
                 return reason
             for name in dict.fromkeys(ACTIVATIONS.values()):
                 ours._hfpatch = Gated(gates, kinds, name)
-                if all(close(ours(x), y, 64) for x, y in zip(inputs, wanted)):
+                found = [_run(ours, x) for x in inputs]
+                if all(all(map(close, a, b, _STEPS)) for a, b in zip(found, wanted)):
                     return FusedMLP, {"_hfpatch": ours._hfpatch}
     except Exception as error:  # a family's own code on a probe may raise anything
         return f"its probe failed ({type(error).__name__})"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hfpatch import ops
 from hfpatch.context.class_code import as_probed
-from hfpatch.parts.parts import close
+from hfpatch.parts.parts import close, with_gradients
 from hfpatch.parts.unread import UnreadRotation, is_unread
 
 
@@ -120,12 +120,13 @@ def _rope_reason(forward, theirs) -> str | None:
     for dtype, of_angles in _DTYPES:
         args = _rotation_probe(dtype, of_angles)
         try:
-            with torch.no_grad():
-                wanted = theirs(*args)
-                ours = ops.rope(*args)
-                # Stock rounds two products and their sum; fused rounds once.
-                if not all(map(close, ours, wanted, (8, 8))):
-                    return "its rotation is another"
+            with torch.enable_grad():
+                leaves = [x.requires_grad_() for x in args[:2]]
+                wanted = with_gradients(theirs(*args), leaves)
+                ours = with_gradients(ops.rope(*args), leaves)
+            # Stock rounds two products and their sum; fused rounds once.
+            if not all(map(close, ours, wanted, [8] * 4)):
+                return "its rotation is another"
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its rotation takes other arguments ({type(error).__name__})"
     return None

@@ -138,12 +138,7 @@ def matmul_shape(func, args) -> tuple[int, float, float, float] | None:
         groups = args[2].shape[0] if len(args) > 2 else 1
         return groups, rows, inner / groups, columns
     # Each group has its own rows of a, and its own matrix.
-    if a.dim() == 2:
-        groups = b.shape[0]
-        return groups, rows / groups, inner, columns
-    # Each group has its own columns of b, and its own matrix.
-    groups = a.shape[0]
-    return groups, rows, inner, columns / groups
+    return len(b), rows / len(b), inner, columns
 
 
 def matmul_flops(func, args) -> int:

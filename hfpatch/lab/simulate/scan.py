@@ -28,16 +28,13 @@ FEW_BLOCKS = 4
 
 
 def selective_scan(
-    x_BIT: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D=None, z=None, delta_bias=None,
-    delta_softplus=False,
+    x_BIT: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D, z, delta_bias,
     return_last_state=False, **_,
 ):  # fmt: skip
-    """transformers' function of that name in blocks of tokens. The last state is the last block's."""
+    """transformers' function of that name in blocks of tokens, as its mixers call it. The last state
+    is the last block's."""
     T = x_BIT.shape[2]
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = softplus(dt)
+    dt = softplus(dt + delta_bias.to(dt.dtype)[..., None])
     B = B.transpose(1, 2)  # [B, T, N]
     C = C.transpose(1, 2)  # [B, T, N]
     decay_BITN = torch.exp(A[None, :, None, :] * dt[:, :, :, None])
@@ -53,11 +50,8 @@ def selective_scan(
         # [B, tokens of the block, I, 1]
         out = torch.matmul(state.to(x_BIT.dtype).transpose(1, 2), C[:, a:b].unsqueeze(-1))
         outs.append(out[..., 0].transpose(1, 2))
-    out = torch.cat(outs, -1)
-    if D is not None:
-        out = out + x_BIT * D[None, :, None]
-    if z is not None:
-        out = out * silu(z)
+    out = torch.cat(outs, -1) + x_BIT * D[None, :, None]
+    out = out * silu(z)
     return (out, state[:, :, -1]) if return_last_state else out
 
 
