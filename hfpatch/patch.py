@@ -15,7 +15,6 @@ undo leaves two things:
 
 import weakref
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import nn
@@ -147,8 +146,8 @@ def apply(
     Parameters, their names, hooks, `state_dict`, `save_pretrained` and other models stay the same.
     Gradients are exact. Documents packed in a row (positions that restart) stay isolated, also with
     an attention mask of ones, where transformers lets them see each other. `hfpatch.undo(model)`
-    reverts it; a second call replaces the settings. One exception to "other models": a TRL trainer
-    made with this model patches its reference model too, so that equal weights give equal numbers.
+    reverts it; a second call replaces the settings. A trainer's reference model needs a call of its
+    own.
 
     Layers run again in backward, on the weights of their forward. A write to a weight in between
     raises an error, except through its `.data`, which PyTorch does not count: write after backward.
@@ -227,9 +226,8 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
     if switches["loss"]:
         swaps.fuse_loss(decoder, logits, report)
         if decoder.causal is not None:
-            vars(decoder.causal)["_hfpatch_beside"] = partial(
-                apply, **switches, checkpointing=checkpointing, logits=logits
-            )
+            options = {**switches, "checkpointing": checkpointing, "logits": logits}
+            vars(decoder.causal)["_hfpatch_options"] = options
     # [Step 4] What the report says of them.
     report.skipped += [(name, "not asked for") for name in FUSED if not switches[name]]
     if any(option in FUSED for option, _, _ in report.swaps):
@@ -262,9 +260,6 @@ def undo(model: nn.Module) -> None:
 
     Frozen weights that waited on the host are then on the CPU: call model.to(device). The setting of
     torch's allocator stays.
-
-    A reference model that a TRL trainer patched with its policy needs its own call:
-    undo(trainer.ref_model).
 
     Raises:
         ValueError: the argument is no model.

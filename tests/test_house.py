@@ -24,7 +24,8 @@ FOLDERS = {
     "layer": (2908, 32575),
     # a run killed after its last step takes none more; engines of accelerate launch are not planned;
     # who resumes ZeRO on fewer GPUs is told
-    "trainer": (2471, 24790),
+    # pairs whose sequences ranks share are refused before step 1
+    "trainer": (2471, 24800),
     # misspelt keywords and places, for who writes Python as for flags; small hosts with large cards
     "budget": (482, 5150),
     # rows of half a million tokens on one card, by the fused optimizer; argparse's messages in the
@@ -38,7 +39,9 @@ FOLDERS = {
     "store": (527, 5216),
     "kernels": (566, 8353),
     "compat": (465, 4372),
-    "parts": (457, 5210),  # MLPs that clamp or drop, as DeepSeek-V4 and Seed-OSS
+    # MLPs that clamp or drop, as DeepSeek-V4 and Seed-OSS; a user's own norm, MLP or rotation with
+    # another epsilon or backward
+    "parts": (477, 5590),
     "attention": (400, 5230),  # rows of 4M tokens over GPUs
     "loss": (442, 5050),  # another mode of autograd, for who scores without a gradient in a forward
     ".": (386, 3826),

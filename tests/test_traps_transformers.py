@@ -24,6 +24,7 @@ from transformers.models.llama import modeling_llama as hf
 import hfpatch
 from hfpatch.decoder.small_instance import scaled_config
 from hfpatch.layer import layer as layer_module
+from hfpatch.parts.parts import norm_part
 
 
 def count_tiled(monkeypatch) -> list:
@@ -183,8 +184,9 @@ class ClampedMLP(hf.LlamaMLP):
     """As DeepSeek-V4's: gate and up do not grow beyond a limit."""
 
     def forward(self, x):
-        up = self.up_proj(x).clamp(-10, 10)
-        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10)) * up)
+        return self.down_proj(
+            self.act_fn(self.gate_proj(x).clamp(max=10)) * self.up_proj(x).clamp(-10, 10)
+        )
 
 
 class DroppingMLP(hf.LlamaMLP):
@@ -192,6 +194,11 @@ class DroppingMLP(hf.LlamaMLP):
 
     def forward(self, x):
         return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+class OneSidedMLP(hf.LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x).detach()) * self.up_proj(x))
 
 
 class NotingMLP(hf.LlamaMLP):
@@ -204,6 +211,7 @@ class NotingMLP(hf.LlamaMLP):
     (hf.LlamaMLP, {"hidden_act": "mish"}, "no fused form of its activation"),
     (hf.LlamaMLP, {"hidden_act": "gelu_10"}, "no fused form of its activation"),
     (ClampedMLP, {}, "no fused form of its activation"),
+    (OneSidedMLP, {}, "no fused form of its activation"),
     (DroppingMLP, {}, "it draws random numbers"), (NotingMLP, {}, "its forward sets attributes"),
 ])  # fmt: skip
 def test_an_mlp_without_a_fused_form_is_kept_and_the_report_says_so(
@@ -213,6 +221,21 @@ def test_an_mlp_without_a_fused_form_is_kept_and_the_report_says_so(
     model = tiny.llama(**changes).eval()  # as from_pretrained returns it
     assert ("mlp", reason) in hfpatch.apply(model, checkpointing=tiny.TILED).skipped
     assert all(type(layer.mlp) is kind for layer in model.model.layers)
+
+
+# Each returns values of an RMSNorm: (the norm, float32 hidden states, their mean of squares).
+@pytest.mark.parametrize("values", [
+    lambda norm, x, square: x / (square.sqrt() + norm.variance_epsilon),
+    lambda norm, x, square: x / (square + norm.variance_epsilon).sqrt().detach(),
+    lambda norm, x, square: (x / (square + norm.variance_epsilon).sqrt()).clamp(-6, 6),
+], ids=["epsilon outside", "detached", "clamped"])  # fmt: skip
+def test_a_norm_with_another_epsilon_backward_or_bound_is_kept(values):
+    def forward(norm, x):
+        wide = x.float()
+        return norm.weight * values(norm, wide, wide.pow(2).mean(-1, keepdim=True)).to(x)
+
+    kind = type("OwnRMSNorm", (hf.LlamaRMSNorm,), {"forward": forward})
+    assert norm_part(kind(64, 1e-8)) == "it computes something else than the fused norm"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

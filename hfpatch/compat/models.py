@@ -162,22 +162,6 @@ def asks_for_input_gradients(hook) -> bool:
     )
 
 
-def reference_of(trainer):
-    """The reference model of a TRL trainer, or None.
-
-    Raises ValueError for trainers with a reference (DPO, KTO) where ranks share sequences: their
-    losses are made of sums over whole sequences.
-    """
-    ranks = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
-    sizes = {name: getattr(ranks, name, 1) for name in ("sp_size", "cp_size")}
-    if hasattr(trainer, "ref_model") and max(sizes.values()) > 1:
-        raise ValueError(
-            f"hfpatch: {type(trainer).__name__} must get whole sequences, got {sizes}: its loss is made "
-            "of sums over each sequence. Set both to 1."
-        )
-    return getattr(trainer, "ref_model", None)
-
-
 def split_by_hooks(module):
     """The mesh over which transformers before 5.16 split this module: its weights are local tensors,
     and hooks reduce its values in place. None without one."""

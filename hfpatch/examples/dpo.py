@@ -1,5 +1,4 @@
-"""TRL's DPOTrainer at long context. The one argument that hfpatch adds is marked; it patches policy
-and reference.
+"""TRL's DPOTrainer at long context. What hfpatch adds is marked: it patches policy and reference.
 
     python -m hfpatch.examples.dpo MODEL PAIRS.jsonl OUTPUT_DIR
 
@@ -42,8 +41,9 @@ def main(model_name: str, data_file: str, output_dir: str, max_length: int = 655
             seed=0,
         ),
         train_dataset=load_dataset("json", data_files=data_file, split="train"),
-        callbacks=[hfpatch.Callback(apply=True)],  # <- the one line
+        callbacks=[hfpatch.Callback(apply=True)],  # <- the first line
     )
+    hfpatch.apply(trainer.ref_model)  # <- the second: equal weights give equal numbers
     trainer.train()
     return trainer
 

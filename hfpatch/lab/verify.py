@@ -175,7 +175,7 @@ def _copied(model: nn.Module, patched: bool = False):
         raise ValueError(
             f"hfpatch: the model must be one that can be copied, and has {error}. Remove it first."
         ) from error
-    asked = next((s.keywords for m in made.modules() if (s := vars(m).get("_hfpatch_beside"))), {})
+    asked = next((s for m in made.modules() if (s := vars(m).get("_hfpatch_options"))), {})
     waiting = any(runtime.weights.on for runtime in runtimes_in(model))
     undo(made)
     if waiting:  # stock layers need their frozen weights on the device

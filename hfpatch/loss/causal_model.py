@@ -5,7 +5,6 @@ loss function calls the head once, with the fused loss as the head's `forward` (
 hooks around that call gather the weight.
 """
 
-import sys
 import warnings
 import weakref
 from dataclasses import fields
@@ -24,11 +23,10 @@ from hfpatch.compat import (
     context_parallel,
     modules_of,
     own_loss,
-    reference_of,
     set_own_loss,
     values_for_now,
 )
-from hfpatch.context.classes import KeepsSignature, is_patched, is_watched
+from hfpatch.context.classes import KeepsSignature, is_watched
 from hfpatch.context.current import Labelled, asks_for, current, having
 from hfpatch.layer.traits import runtimes_in
 from hfpatch.loss.head import WHOLE, why_whole_logits
@@ -119,7 +117,7 @@ class FusedCausalLM(TellsPositions):
         _hfpatch_logits: "auto", True or False.
         _hfpatch_trl: the TrlHead of the trainer's own head, or None.
         _hfpatch_report: the Report of `apply`, or None.
-        _hfpatch_beside: `apply` with this model's options, for another model.
+        _hfpatch_options: of `apply`.
         _hfpatch_holder: path of the inner model that holds the head, for a model that computes only
             the loss (Llama 4 with images).
     """
@@ -153,21 +151,11 @@ class FusedCausalLM(TellsPositions):
         """TRL's trainers assign `model.forward = ...`, a forward with TRL's own fused head. Such an
         assignment is caught: the model keeps this class's forward, which returns the same fields,
         and only notes what TRL asked for. Every other assignment is made.
-
-        The trainer's reference model is patched too: equal weights must give equal
-        log-probabilities. TRL hands it to nobody, so it is read from the trainer, which is `self`
-        two frames up: this method, TRL's function that assigns, the trainer's __init__.
         """
         head = TrlHead.of(value) if name == "forward" else None
         if head is None:  # also TRL's own, where this TRL is not 1.16
             return super().__setattr__(name, value)
         vars(self)["_hfpatch_trl"] = head
-        reference = reference_of(sys._getframe(2).f_locals.get("self"))
-        if isinstance(reference, nn.Module) and not any(map(is_patched, reference.modules())):
-            try:
-                self._hfpatch_beside(reference)
-            except ValueError as error:
-                warnings.warn(f"hfpatch: the reference model stays stock ({error})", stacklevel=4)
 
     def _hfpatch_head(self) -> nn.Module:
         return modules_of(self.get_submodule(self._hfpatch_holder))[self._hfpatch_head_name]

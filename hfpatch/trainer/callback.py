@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import names_the_nearest
-from hfpatch.compat import parallelism_config, reference_of
+from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_patched
 from hfpatch.lab.hardware import gpu_named
 from hfpatch.planner.measure import matmul_rate
@@ -98,7 +98,6 @@ class Callback(TrainerCallback):
                 raise
 
         trainer.training_step = training_step
-        reference_of(trainer)  # refuses pairs whose sequences ranks share
         if _parallelism(trainer.args) is not None:
             from hfpatch.trainer.sequence import share_rows
 
@@ -141,6 +140,11 @@ class Callback(TrainerCallback):
         tp, sp, cp = (getattr(parallel, f"{name}_size", None) or 1 for name in ("tp", "sp", "cp"))
         self._ranks = args.world_size // tp
         self._sharing = max(sp, cp)  # ranks, of a row
+        if self._sharing > 1 and hasattr(args, "beta"):  # TRL's weight of a reference
+            raise ValueError(
+                f"hfpatch: {type(args).__name__}'s trainer must get whole sequences, got sp_size={sp} "
+                f"and cp_size={cp}: its loss is made of sums over each sequence. Set both to 1."
+            )
         inner = _with_config(model)
         config = getattr(inner, "config", None)
         self._shape = Work.of(inner) if hasattr(config, "model_type") else None

@@ -21,7 +21,6 @@ from tests.layer.deep import tiny_llama, tokens
 CODE = tuple(
     str(Path(hfpatch.__file__).parent / name) for name in ("layer", "store", "context", "compat")
 )
-HANDLER = dis.opmap.get("PUSH_EXC_INFO")
 # tile, keep, every: several tiles or one, attention saved or run again, segments
 WAYS = {
     "tiles": (8, "attention", 1),
@@ -88,7 +87,9 @@ class Interrupt:
         if event == "line":
             self.count += 1
             # Where a handler begins no signal arrives, and Python's state of exceptions would stay.
-            begins = self.count == self.nth and frame.f_code.co_code[frame.f_lasti] == HANDLER
+            begins = self.count == self.nth and (
+                frame.f_code.co_code[frame.f_lasti] == dis.opmap.get("PUSH_EXC_INFO")
+            )
             self.nth = self.nth and self.nth + begins
             if self.count == self.nth:
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
