@@ -218,7 +218,13 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
     notes.grow_segments()
     # [Step 3] The small instance's verdict on each layer, then the fused parts and the loss.
     # The probe's small instance needs values, also where the caller's tensors have none.
-    with real_tensors(), torch.device("cpu"), unwatched():
+    with (
+        real_tensors(),
+        torch.device("cpu"),
+        unwatched(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         found = ask_model(decoder)  # probes transformers' own classes, before any is swapped
         for option in swaps.PARTS:
             if switches[option]:

@@ -25,14 +25,14 @@ FOLDERS = {
     # a run killed after its last step takes none more; engines of accelerate launch are not planned;
     # who resumes ZeRO on fewer GPUs is told
     # pairs whose sequences ranks share are refused before step 1
-    "trainer": (2471, 24800),
+    "trainer": (2471, 24810),
     # misspelt keywords and places, for who writes Python as for flags; small hosts with large cards
     "budget": (482, 5150),
     # rows of half a million tokens on one card, by the fused optimizer; argparse's messages in the
     # form of all others, for who mistypes
     "planner": (948, 11700),
     # layers of users: their integers, further arguments, random numbers
-    "decoder": (1135, 13260),
+    "decoder": (1137, 13310),
     "ops": (865, 11366),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
     "context": (712, 7960),  # masks of floats beside positions, for who casts a mask

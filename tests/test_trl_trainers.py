@@ -490,7 +490,10 @@ def test_undo_and_a_second_apply_after_training(name, order, tmp_path, heads):
 @pytest.mark.parametrize("size", ["sp_size", "cp_size"])
 def test_pairs_whose_sequences_ranks_share_are_refused(size):
     args = SimpleNamespace(
-        beta=0.1, world_size=2, parallelism_config=SimpleNamespace(**{size: 2}), process_index=0
+        precompute_ref_log_probs=False,
+        world_size=2,
+        parallelism_config=SimpleNamespace(**{size: 2}),
+        process_index=0,
     )
     with pytest.raises(ValueError, match=f"must get whole sequences, got .*{size}=2"):
         hfpatch.Callback().on_train_begin(args, None, None, model=tiny.llama())

@@ -138,10 +138,11 @@ def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
     """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens.
     numbers: by which layers of its kind differ (small_instance.numbers_of)."""
     traits = LayerTraits()
-    drawn = repr(other_generators())
+    drawn = None
     with buffers_copied(layer) as written:
         try:
             call, x_BTD = captured(stack, layer)
+            drawn = repr(other_generators())
             traits = _where_it_mixes(call, x_BTD)
             if package_of(layer) != "transformers":
                 traits = _of_a_user(call, x_BTD, traits, numbers)
@@ -150,7 +151,7 @@ def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
         except Exception as error:  # a family's own code
             traits = replace(traits, reason=why("raised", said(error)))
         names = written()
-    if repr(other_generators()) != drawn:
+    if drawn is not None and repr(other_generators()) != drawn:
         return replace(traits, reason=why("other generator"))
     if names and traits.reason is None:
         # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
@@ -184,7 +185,7 @@ def _values(call: Traced, x_BTD: Tensor, changes=()) -> list:
     """What the layer returns, with these (table, name, value) changes."""
     # From the same state each time: dropout in it draws the same.
     with _answered(call, None), values_for_now(changes), torch.random.fork_rng(devices=[]):
-        return pytree.tree_leaves(_run(call, x_BTD))
+        return [x for x in pytree.tree_leaves(_run(call, x_BTD)) if isinstance(x, Tensor)]
 
 
 def said(error: Exception) -> str:

@@ -101,9 +101,9 @@ def scaled_config(config, n_layers: int, at=None):
     # [Step 3] Turn randomness off, and cut lists with one entry a layer to the layers that are
     # kept.
     for name, value in list(vars(small).items()):
-        random = any(word in name for word in ("dropout", "pdrop", "jitter"))
+        draws = any(word in name for word in ("dropout", "pdrop", "jitter"))
         by_layer = any(word in name for word in ("layer", "type", "block", "pattern"))
-        if random and isinstance(value, float):
+        if draws and isinstance(value, float):
             setattr(small, name, 0.0)  # random results cannot be compared
         elif by_layer and isinstance(value, (list, tuple)) and len(value) == real_layers:
             setattr(small, name, type(value)(value[i] for i in at))
@@ -235,7 +235,7 @@ def numbers_of(layer: nn.Module) -> dict[tuple[str, str], int]:
     return {
         (name, attribute): value
         for name, module in (() if home == "transformers" else _without_adapters("", layer))
-        if home_of(class_of(module)) == home
+        if home_of(class_of(module)) == home and "experts." not in name
         for attribute, value in vars(module).items()
         if type(value) is int and attribute[0] != "_" and attribute not in SIZES
     }

@@ -53,7 +53,8 @@ class PackedRow:
 
     def run(self, layer, traits: LayerTraits, x_BTD: Tensor, args, kwargs):
         """The layer's output for [B, T] tokens. It runs on all of them if it has residual streams,
-        if an argument has no packed form, or if transformers records outputs inside.
+        if an argument has no packed form or is not as in the small instance, or if transformers
+        records outputs inside.
         """
         # Layers may write to a dict, such as that of the keys they share: it stays the same one.
         leaves, spec = pytree.tree_flatten(

@@ -1,8 +1,8 @@
 """The verdict on a decoder: the traits of each kind of layer, and which of them may be tiled.
 
 A scaled-down instance (decoder/small_instance.py) runs stock and tiled, forward and backward, on a
-full, a packed and a masked batch. Where gradients differ beyond rounding, no layer is tiled,
-and the report says so.
+full, a packed and a masked batch; a user's own layers also on one whose outputs are unread. Where
+gradients differ beyond rounding, no layer is tiled, and the report says so.
 
     small stack -> probe each kind of layer (decoder/probe.py) -> compare with transformers
     -> tiled, or all whole, or transformers' attention, or left alone
@@ -133,6 +133,7 @@ def _differing(layers, kinds: list[tuple]) -> dict[tuple, list[dict]]:
     return {
         kind: [{n: row[n] for n in row if len({r.get(n) for r in rows}) > 1} for row in rows]
         for kind, rows in found.items()
+        if any(row != rows[0] for row in rows)
     }
 
 
@@ -222,8 +223,8 @@ class _Expected:
         if package_of(list_of_layers(stack)[0]) != "transformers":
             # What is left are gradients that come from no loss (DeepSeek-V2's AddAuxiliaryLoss on
             # the hub), once a tile.
-            lossless = full | {"weight": 0 * weight}
-            runs["lossless"] = ([lossless], lossless)
+            free = full | {"weight": 0 * weight}
+            runs["loss-free"] = ([free], free)
         if packed:
             row = {"input_ids": ids[:1], "weight": weight[:1]}
             first = {name: x[:, :FIRST] for name, x in row.items()}

@@ -27,7 +27,7 @@ _USUAL = frozenset(
     "attention_mask position_ids past_key_values past_key_value use_cache cache_position "
     "position_embeddings output_attentions output_hidden_states output_router_logits return_dict "
     "is_causal seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k num_items_in_batch "
-    "shift_labels ignore_index".split()
+    "shift_labels ignore_index shared_kv_states".split()
 )
 
 

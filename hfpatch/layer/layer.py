@@ -249,7 +249,7 @@ class TiledLayer(PatchedLayer):
                 f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
         if not outputs:  # once more, noting each tile's random state, as its later calls do
-            why = first("call", None, r)
+            why = first("forward", None, self, r.condition)
             return self._in_tiles(r, policy) if why is None else self._untiled(r, why)
         y, *extras = outputs
         return traced.hand_on(split(y, known.streams), extras, lists, r.kwargs.get(SHARED_KEYS))

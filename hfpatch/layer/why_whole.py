@@ -50,6 +50,7 @@ _OVER_TOKENS = {
     "peft.MontecloraLinearVariant": "a draw for all tokens",
     "peft.VeloraLinearVariant": "a mean over the first batch",
 }
+_DRAW_ONCE = {"peft.LycorisLayer", "peft.OFTLayer", "peft.BOFTLayer"}  # where they drop
 # Those that read what PEFT's model forward hands them by hooks, which are gone in backward.
 _HANDED = {
     "peft.ALoraLinearVariant": "offsets from the end of a row",
@@ -81,7 +82,7 @@ class Reason:
 
 
 class Why(str):
-    """A reason's sentence. name: of the reason. how: such layers run, for the report."""
+    """A reason's sentence. name: of the reason. how: the way such layers run, in the report's words."""
 
     name: str
     how: str
@@ -175,6 +176,15 @@ def _drops_scores(layer: nn.Module, condition) -> bool:
     return False
 
 
+def _draws(layer: nn.Module, condition) -> bool:
+    """Dropout draws for each token, also LoRA's. A user's own layer may draw once for a row, and
+    LoHa, LoKr, OFT and BOFT drop parts of the update of all tokens."""
+    if not (condition.draws and layer.training):
+        return False
+    own = condition.traits.arguments is not None
+    return own or any(kinds_of(type(m)) & _DRAW_ONCE for m in condition.snapshot.inside)
+
+
 # --- tests: (layer.Request) ----------------------------------------------------------------------
 
 
@@ -187,14 +197,6 @@ def _mask(r) -> str | None:
         if reason is not None:
             return reason
     return None
-
-
-def _draws(r) -> bool:
-    """LoRA's dropout draws for each token, as transformers' own does. LoHa, LoKr and BOFT drop parts
-    of the update of all tokens."""
-    own = r.condition.traits.arguments is not None
-    kinds = [kinds_of(type(m)) for m in r.condition.snapshot.inside] if r.condition.draws else []
-    return any(own or "peft.BaseTunerLayer" in of and "peft.LoraLayer" not in of for of in kinds)
 
 
 # --- the list ------------------------------------------------------------------------------------
@@ -241,9 +243,7 @@ REASONS = (
     Reason("buffer", "it writes to {a buffer or an attribute}"),
     Reason("number", "its values depend on {an integer that differs from layer to layer}"),
     Reason("batch raises", "it raises {an error on one of the batches}"),
-    Reason(
-        "other gradients", "other parameters have gradients on a {full, packed or masked} batch"
-    ),
+    Reason("other gradients", "other parameters have gradients on {one of the batches}"),
     Reason("differs", "it differs from transformers on a {batch, in a gradient, by so much}"),
     # What is in the layer now.
     _layer(
@@ -277,6 +277,11 @@ REASONS = (
         lambda layer, c: c.snapshot.inside and hooks_on_all(),
     ),
     _forward("dropout", "attention dropout in training", _drops_scores),
+    _forward(
+        "draws",
+        "random numbers that tokens may share, in a layer of your own or in LoHa, LoKr, OFT or BOFT",
+        _draws,
+    ),
     _forward(
         "eval mode",
         "eval mode, in which a layer of your own gives other values",
@@ -350,11 +355,6 @@ REASONS = (
         "argument",
         "an argument that its small instance did not get, or with other axes ({its name})",
         lambda r: other_argument(r.condition.traits, r.args, r.kwargs, *r.x.shape[:2]),
-    ),
-    _call(
-        "draws",
-        "random numbers that tokens may share, in a layer of your own or an adapter other than LoRA",
-        _draws,
     ),
 )
 BY_NAME = {reason.name: reason for reason in REASONS}

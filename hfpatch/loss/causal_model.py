@@ -117,7 +117,7 @@ class FusedCausalLM(TellsPositions):
         _hfpatch_logits: "auto", True or False.
         _hfpatch_trl: the TrlHead of the trainer's own head, or None.
         _hfpatch_report: the Report of `apply`, or None.
-        _hfpatch_options: of `apply`.
+        _hfpatch_options: the options that `apply` got.
         _hfpatch_holder: path of the inner model that holds the head, for a model that computes only
             the loss (Llama 4 with images).
     """

@@ -7,6 +7,7 @@ unknown here, and configs that name another backend (deepgemm, sonicmoe, batched
 own function.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -37,14 +38,15 @@ def _activation(act: nn.Module) -> str | None:
     """The name of the function that this module computes, found on a few numbers."""
     key = type(act), repr(act)
     if key not in _known:
-        with torch.inference_mode(False), torch.enable_grad():
+        # A user's activation may raise anything.
+        with suppress(Exception), torch.inference_mode(False), torch.enable_grad():
             x = torch.linspace(-6, 6, 49, dtype=torch.float64)
             x = torch.cat([x, 100 * x]).requires_grad_()  # some are clipped, as gelu_10
             of = lambda y: torch.stack(with_gradients((y,), [x]))  # noqa: E731
-            y = of(act(x))
+            y = of(act(x.clone()))  # it may write in place
             same = (n for n in ACTIVATIONS.values() if torch.allclose(y, of(_act(x, n)), 1e-12))
             _known[key] = next(same, None)
-    return _known[key]
+    return _known.get(key)
 
 
 def layout_of(module: nn.Module) -> Layout | None:

@@ -120,10 +120,9 @@ def _rope_reason(forward, theirs) -> str | None:
     for dtype, of_angles in _DTYPES:
         args = _rotation_probe(dtype, of_angles)
         try:
-            with torch.enable_grad():
-                leaves = [x.requires_grad_() for x in args[:2]]
-                wanted = with_gradients(theirs(*args), leaves)
-                ours = with_gradients(ops.rope(*args), leaves)
+            leaves = [x.requires_grad_() for x in args[:2]]
+            wanted = with_gradients(theirs(*args), leaves)
+            ours = with_gradients(ops.rope(*args), leaves)
             # Stock rounds two products and their sum; fused rounds once.
             if not all(map(close, ours, wanted, [8] * 4)):
                 return "its rotation is another"

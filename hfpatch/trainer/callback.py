@@ -140,7 +140,8 @@ class Callback(TrainerCallback):
         tp, sp, cp = (getattr(parallel, f"{name}_size", None) or 1 for name in ("tp", "sp", "cp"))
         self._ranks = args.world_size // tp
         self._sharing = max(sp, cp)  # ranks, of a row
-        if self._sharing > 1 and hasattr(args, "beta"):  # TRL's weight of a reference
+        # TRL's DPO and KTO have one of these settings, its GRPO and RLOO the other.
+        if self._sharing > 1 and {"precompute_ref_log_probs", "num_generations"} & {*vars(args)}:
             raise ValueError(
                 f"hfpatch: {type(args).__name__}'s trainer must get whole sequences, got sp_size={sp} "
                 f"and cp_size={cp}: its loss is made of sums over each sequence. Set both to 1."
