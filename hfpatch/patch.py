@@ -223,6 +223,7 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
         torch.device("cpu"),
         unwatched(),
         torch.inference_mode(False),
+        torch.autocast("cpu", enabled=False),
         torch.enable_grad(),
     ):
         found = ask_model(decoder)  # probes transformers' own classes, before any is swapped

@@ -32,7 +32,7 @@ FOLDERS = {
     # form of all others, for who mistypes
     "planner": (948, 11700),
     # layers of users: their integers, further arguments, random numbers
-    "decoder": (1137, 13310),
+    "decoder": (1141, 13370),
     "ops": (865, 11366),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
     "context": (712, 7960),  # masks of floats beside positions, for who casts a mask

@@ -7,7 +7,7 @@ gradient reads.
                      without a Linear's value
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -136,7 +136,7 @@ def buffers_copied(layer: nn.Module):
 
 def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
     """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens.
-    numbers: by which layers of its kind differ (small_instance.numbers_of)."""
+    numbers: (module, attribute) -> the integers by which layers of its kind differ."""
     traits = LayerTraits()
     drawn = None
     with buffers_copied(layer) as written:
@@ -144,10 +144,9 @@ def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
             call, x_BTD = captured(stack, layer)
             drawn = repr(other_generators())
             traits = _where_it_mixes(call, x_BTD)
+            traits = _probed(call, x_BTD, traits)
             if package_of(layer) != "transformers":
                 traits = _of_a_user(call, x_BTD, traits, numbers)
-            if traits.reason is None:
-                traits = _Probe(call, x_BTD, traits).answers()
         except Exception as error:  # a family's own code
             traits = replace(traits, reason=why("raised", said(error)))
         names = written()
@@ -157,6 +156,10 @@ def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
         # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
         return replace(traits, reason=why("buffer", names[0]))
     return traits
+
+
+def _probed(call: Traced, x_BTD: Tensor, traits: LayerTraits) -> LayerTraits:
+    return traits if traits.reason else _Probe(call, x_BTD, traits).answers()
 
 
 def _of_a_user(call: Traced, x_BTD: Tensor, traits: LayerTraits, numbers) -> LayerTraits:
@@ -172,13 +175,27 @@ def _of_a_user(call: Traced, x_BTD: Tensor, traits: LayerTraits, numbers) -> Lay
         for name, value in vars(module).items()
         if attributes.get(name) is not value
     ]
+    for (name, what), places in dict(numbers).items():
+        rows = [(vars(layer.get_submodule(name)), what, n) for n in places]
+        if any(_other_by(call, x_BTD, traits, values, [row]) for row in rows):
+            reasons.append(why("number", what))
     evaluated = _values(call, x_BTD, [(vars(m), "training", False) for m in layer.modules()])
-    for row in numbers:
-        tables = [(vars(layer.get_submodule(name)), what, n) for (name, what), n in row.items()]
-        if not _equal(values, _values(call, x_BTD, tables)):
-            reasons.append(why("number", ", ".join(sorted({what for _, what in row}))))
-    reason = traits.reason or next(iter(reasons), None)
-    return replace(traits, reason=reason, arguments=axes, evaluates=_equal(values, evaluated))
+    return replace(
+        traits,
+        reason=traits.reason or next(iter(reasons), None),
+        arguments=axes,
+        evaluates=_equal(values, evaluated),
+    )
+
+
+def _other_by(call: Traced, x_BTD: Tensor, traits: LayerTraits, values: list, change) -> bool:
+    """Whether the layer has other traits with this change, not only other values. Where it then
+    raises, the number is a size, which is another here."""
+    with suppress(Exception):
+        if not _equal(values, _values(call, x_BTD, change)):
+            with values_for_now(change):
+                return _probed(call, x_BTD, _where_it_mixes(call, x_BTD)) != traits
+    return False
 
 
 def _values(call: Traced, x_BTD: Tensor, changes=()) -> list:

@@ -259,9 +259,8 @@ def other_generators() -> tuple:
 
 @contextmanager
 def quiet_process():
-    """A context without the caller's random states, default dtype and device, autocast and global
+    """A context without the caller's random state of torch, default dtype and device, autocast and global
     hooks, on one thread."""
-    states = other_generators()
     dtype = torch.get_default_dtype()
     threads = torch.get_num_threads()
     try:
@@ -279,8 +278,6 @@ def quiet_process():
     finally:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:

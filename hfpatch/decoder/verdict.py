@@ -124,16 +124,16 @@ def _answer(verdict: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | No
     return None
 
 
-def _differing(layers, kinds: list[tuple]) -> dict[tuple, list[dict]]:
-    """Kind of layer -> for each of its layers, the integers by which they differ (numbers_of). A
-    user's own layers may do other things by them, as by layer_idx."""
-    found: dict[tuple, list[dict]] = {}
+def _differing(layers, kinds: list[tuple]) -> dict[tuple, dict]:
+    """Kind of layer -> (module, attribute) -> the integers there, where the layers of this kind
+    differ (numbers_of). A user's own layers may do other things by them, as by layer_idx."""
+    found: dict[tuple, dict] = {kind: {} for kind in kinds}
     for layer, kind in zip(layers, kinds):
-        found.setdefault(kind, []).append(numbers_of(layer))
+        for place, number in numbers_of(layer).items():
+            found[kind].setdefault(place, {})[number] = None
     return {
-        kind: [{n: row[n] for n in row if len({r.get(n) for r in rows}) > 1} for row in rows]
-        for kind, rows in found.items()
-        if any(row != rows[0] for row in rows)
+        kind: {place: [*numbers] for place, numbers in places.items() if len(numbers) > 1}
+        for kind, places in found.items()
     }
 
 
@@ -169,7 +169,7 @@ def _ask_all(stack: nn.Module, numbers: dict) -> dict[tuple, LayerTraits]:
     classes = frozenset().union(*map(kinds_in, list_of_layers(stack)))
     answers = {}
     for kind, layer in _one_of_each(stack).items():
-        answers[kind] = replace(probe.ask(stack, layer, numbers.get(kind, ())), kinds=classes)
+        answers[kind] = replace(probe.ask(stack, layer, numbers.get(kind, {})), kinds=classes)
     return answers
 
 
@@ -239,6 +239,7 @@ class _Expected:
     @staticmethod
     def _gradients(stack, batches) -> dict[str, Tensor]:
         stack.zero_grad(set_to_none=True)
+        torch.default_generator.manual_seed(0)  # dropout that no config turns off
         for batch in batches:
             batch = dict(batch)
             weight = batch.pop("weight")

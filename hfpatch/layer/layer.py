@@ -75,8 +75,9 @@ class PatchedLayer:
         if torch.compiler.is_compiling() or getattr(current.batch, "packed", None) is None:
             return super().__call__(hidden_states, *args, **kwargs)
         # Around the hooks of engines, which may hand on another tensor (FSDP2, DeepSpeed).
-        packed = current.batch.packed
-        return packed.run(super().__call__, self._hfpatch.traits, hidden_states, args, kwargs)
+        return current.batch.packed.run(
+            super().__call__, self._hfpatch.traits, hidden_states, args, kwargs
+        )
 
     def stock_forward(self, *args, **kwargs):
         """transformers' own forward, on hidden states whose streams are joined."""

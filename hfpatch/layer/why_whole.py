@@ -241,7 +241,7 @@ REASONS = (
     Reason("probed attention", "{why the attention that it calls cannot run in tiles}"),
     Reason("dependent mixers", "its mixers depend on each other"),
     Reason("buffer", "it writes to {a buffer or an attribute}"),
-    Reason("number", "its values depend on {an integer that differs from layer to layer}"),
+    Reason("number", "what it does depends on {an integer that differs from layer to layer}"),
     Reason("batch raises", "it raises {an error on one of the batches}"),
     Reason("other gradients", "other parameters have gradients on {one of the batches}"),
     Reason("differs", "it differs from transformers on a {batch, in a gradient, by so much}"),
@@ -364,8 +364,9 @@ def why(name: str, detail: str = "") -> Why:
     """The sentence of the reason of this name."""
     made = Why(BY_NAME[name].sentence.format_map(defaultdict(lambda: detail)))
     made.name = name
-    keeps = BY_NAME[name].keeps
-    made.how = "untiled and not checkpointed" if keeps else "untiled, their inputs offloaded"
+    made.how = (
+        "untiled and not checkpointed" if BY_NAME[name].keeps else "untiled, their inputs offloaded"
+    )
     return made
 
 

@@ -232,8 +232,7 @@ def _as_trained(mlp: nn.Module, inputs) -> tuple[list[list[Tensor]], str | None]
     """The MLP's outputs and gradients in training, and why a fused form would do something else, or
     None. from_pretrained returns models in eval mode, without their dropout."""
     drawn = torch.get_rng_state()
-    training = [(vars(module), "training", True) for module in mlp.modules()]
-    with values_for_now(training):
+    with values_for_now([(vars(module), "training", True) for module in mlp.modules()]):
         settings = dict(vars(mlp))
         outs = [_run(mlp, x) for x in inputs]
         reasons = {
@@ -244,8 +243,7 @@ def _as_trained(mlp: nn.Module, inputs) -> tuple[list[list[Tensor]], str | None]
 
 
 def _run(mlp: nn.Module, x: Tensor) -> list[Tensor]:
-    leaves = [x, *(p for p in mlp.parameters() if p.requires_grad)]
-    return with_gradients((mlp(x),), leaves)
+    return with_gradients((mlp(x),), [x, *(p for p in mlp.parameters() if p.requires_grad)])
 
 
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
@@ -265,14 +263,14 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         modules[name] = nn.utils.skip_init(
             nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
         )
-        weight = torch.randn(n_out, n_in, generator=generator) / 4
+        weight = torch.randn(n_out, n_in, generator=generator, dtype=torch.float32) / 4
         modules[name].weight.data.copy_(weight)
     twin = twin_of(mlp, modules)
     ours = twin_of(mlp, modules)
     ours.__class__ = _FusedTwin
     kinds = [type(m) for m in _activations(mlp, gates)]
     # [Step 3] Find the activation for which both return the same.
-    x = torch.randn(5, 16, generator=generator)
+    x = torch.randn(5, 16, generator=generator, dtype=torch.float32)
     # Also as large as outliers are: some families clamp gate and up (DeepSeek-V4 at 10).
     inputs = x.requires_grad_(), (100 * x).detach().requires_grad_()
     try:
@@ -282,8 +280,7 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
                 return reason
             for name in dict.fromkeys(ACTIVATIONS.values()):
                 ours._hfpatch = Gated(gates, kinds, name)
-                found = [_run(ours, x) for x in inputs]
-                if all(all(map(close, a, b, _STEPS)) for a, b in zip(found, wanted)):
+                if all(all(map(close, _run(ours, x), y, _STEPS)) for x, y in zip(inputs, wanted)):
                     return FusedMLP, {"_hfpatch": ours._hfpatch}
     except Exception as error:  # a family's own code on a probe may raise anything
         return f"its probe failed ({type(error).__name__})"
