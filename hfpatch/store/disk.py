@@ -139,7 +139,8 @@ class DiskDirectory:
         for into, row in zip(destination, source):
             into.copy_(row, non_blocking=self.device.pins)
         landed[1] = self.device.mark(stream, blocking=True)
-        if len(self.landing) > UNDER_WAY:  # a thread may write to that memory again
+        # A thread may write to the oldest's memory again. Ctrl-C here leaves more than one to go.
+        while len(self.landing) > UNDER_WAY:
             copied = self.landing[0][1]
             self.device.synchronize(copied)
             self.landing.popleft()
