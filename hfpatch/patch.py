@@ -16,7 +16,6 @@ undo leaves two things:
 import weakref
 from contextlib import nullcontext
 
-import torch
 from torch import nn
 
 from hfpatch import notes, swaps
@@ -32,7 +31,6 @@ from hfpatch.compat import (
     not_for_ddp,
     real_tensors,
     sharded_while_loaded,
-    unwatched,
 )
 from hfpatch.context.classes import (
     KeepsSignature,
@@ -42,6 +40,7 @@ from hfpatch.context.classes import (
     unswap,
 )
 from hfpatch.decoder.find import find_decoder
+from hfpatch.decoder.small_instance import quiet_process
 from hfpatch.decoder.verdict import ask_model
 from hfpatch.layer.traits import layers_in, runtimes_in
 from hfpatch.ops._library import HAS_TRITON
@@ -218,14 +217,7 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
     notes.grow_segments()
     # [Step 3] The small instance's verdict on each layer, then the fused parts and the loss.
     # The probe's small instance needs values, also where the caller's tensors have none.
-    with (
-        real_tensors(),
-        torch.device("cpu"),
-        unwatched(),
-        torch.inference_mode(False),
-        torch.autocast("cpu", enabled=False),
-        torch.enable_grad(),
-    ):
+    with real_tensors(), quiet_process():
         found = ask_model(decoder)  # probes transformers' own classes, before any is swapped
         for option in swaps.PARTS:
             if switches[option]:

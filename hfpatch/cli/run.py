@@ -155,9 +155,9 @@ def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
                 file=sys.stderr,
             )
             return BAD_INPUT, False
-        # [Step 4] Send it the signals that came in between, and wait for its end.
+        # [Step 4] Pass on the signals that arrived while it started, then wait for it to exit.
         children.append(child)
-        for number in heard:  # while the child began
+        for number in heard:
             child.send_signal(number)
         return child.wait(), bool(heard)
     finally:

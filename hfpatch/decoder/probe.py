@@ -27,6 +27,7 @@ from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import OTHER_MIXER, why
+from hfpatch.parts.parts import attributes_set
 from hfpatch.parts.unread import can_go_without, skippable, skipping
 
 TOKENS = 12
@@ -165,21 +166,15 @@ def _probed(call: Traced, x_BTD: Tensor, traits: LayerTraits) -> LayerTraits:
 def _of_a_user(call: Traced, x_BTD: Tensor, traits: LayerTraits, numbers) -> LayerTraits:
     """The traits of a user's own layer, which may do other things where transformers' do not: by
     further arguments, in eval mode, by its place among the layers."""
-    layer = call.layer
     axes = axes_of(call.arguments.args, call.arguments.kwargs, *x_BTD.shape[:2])
-    before = [(module, dict(vars(module))) for module in layer.modules()]
+    before = [(module, dict(vars(module))) for module in call.layer.modules()]
     values = _values(call, x_BTD)
-    reasons = [
-        why("buffer", name)
-        for module, attributes in before
-        for name, value in vars(module).items()
-        if attributes.get(name) is not value
-    ]
+    reasons = [why("buffer", name) for made in before for name in attributes_set(*made)]
     for (name, what), places in dict(numbers).items():
-        rows = [(vars(layer.get_submodule(name)), what, n) for n in places]
+        rows = [(vars(call.layer.get_submodule(name)), what, n) for n in places]
         if any(_other_by(call, x_BTD, traits, values, [row]) for row in rows):
             reasons.append(why("number", what))
-    evaluated = _values(call, x_BTD, [(vars(m), "training", False) for m in layer.modules()])
+    evaluated = _values(call, x_BTD, [(vars(m), "training", False) for m in call.layer.modules()])
     return replace(
         traits,
         reason=traits.reason or next(iter(reasons), None),

@@ -259,8 +259,8 @@ def other_generators() -> tuple:
 
 @contextmanager
 def quiet_process():
-    """A context without the caller's random state of torch, default dtype and device, autocast and global
-    hooks, on one thread."""
+    """A context for probes: without the caller's random state of torch, default dtype and device,
+    inference mode, autocast and global hooks, on one thread."""
     dtype = torch.get_default_dtype()
     threads = torch.get_num_threads()
     try:
@@ -268,6 +268,7 @@ def quiet_process():
         torch.set_default_dtype(torch.float32)
         with (
             torch.device("cpu"),
+            torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=[]),

@@ -32,11 +32,11 @@ _USUAL = frozenset(
 
 
 def axes_of(args, kwargs, B: int, T: int) -> dict[str, tuple]:
-    """Argument -> the token axes of the tensors in it, of those that are not None or False. Those
-    without a name have their position's."""
-    both = {**dict(enumerate(args)), **kwargs}
-    given = {str(name): x for name, x in both.items() if x is not None and x is not False}
-    return {n: tuple(token_axis(x, B, T) for x in pytree.tree_leaves(given[n])) for n in given}
+    """Argument -> the token axes of the tensors in it, of those that are not usual, None or False.
+    Those without a name have their position's."""
+    both = {str(name): x for name, x in {**dict(enumerate(args)), **kwargs}.items()}
+    given = (n for n in both.keys() - _USUAL if both[n] is not None and both[n] is not False)
+    return {n: tuple(token_axis(x, B, T) for x in pytree.tree_leaves(both[n])) for n in given}
 
 
 def other_argument(traits, args, kwargs, B: int, T: int) -> str | None:
@@ -45,9 +45,7 @@ def other_argument(traits, args, kwargs, B: int, T: int) -> str | None:
     if traits.arguments is None:
         return None
     given = axes_of(args, kwargs, B, T)
-    return min(
-        (n for n in given.keys() - _USUAL if given[n] != traits.arguments.get(n)), default=None
-    )
+    return min((n for n in given if given[n] != traits.arguments.get(n)), default=None)
 
 
 @dataclass(eq=False)

@@ -80,8 +80,11 @@ def _lists(tower: nn.Module) -> list[tuple]:
     for blocks in tower.modules():
         if not isinstance(blocks, nn.ModuleList) or not blocks or blocks[0] in taken:
             continue
-        checkpointed = all(isinstance(block, GradientCheckpointingLayer) for block in blocks)
-        if checkpointed and not any("forward" in vars(block) for block in blocks):
+        if all(map(_is_block, blocks)):
             found.append(tuple(blocks))
             taken.update(blocks.modules())
     return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer) and "forward" not in vars(module)

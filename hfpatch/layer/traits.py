@@ -27,8 +27,8 @@ class LayerTraits:
         reason: why the layer is not tiled (layer.why_whole.Why, of stage apply), or None.
         looked: the probe searched for modules that mix tokens.
         attends: the mixers only call attention, in a way that cannot be intercepted.
-        arguments: the arguments that the small instance's layer got, and their token axes
-            (arguments.axes_of); None for a class of transformers, which are tried with others.
+        arguments: the unusual arguments that the small instance's layer got, and their token
+            axes (arguments.axes_of); None for a class of transformers, which are tried with others.
         evaluates: the layer gives the same values in eval mode, or is of such a class.
         kinds: the known classes in all layers of the small instance (strangers.kinds_in).
     """

@@ -50,7 +50,12 @@ _OVER_TOKENS = {
     "peft.MontecloraLinearVariant": "a draw for all tokens",
     "peft.VeloraLinearVariant": "a mean over the first batch",
 }
-_DRAW_ONCE = {"peft.LycorisLayer", "peft.OFTLayer", "peft.BOFTLayer"}  # where they drop
+# Those whose dropout drops parts of the update of all tokens.
+_DRAW_ONCE = {
+    "peft.LycorisLayer": "LoHa or LoKr",
+    "peft.OFTLayer": "OFT",
+    "peft.BOFTLayer": "BOFT",
+}
 # Those that read what PEFT's model forward hands them by hooks, which are gone in backward.
 _HANDED = {
     "peft.ALoraLinearVariant": "offsets from the end of a row",
@@ -82,7 +87,8 @@ class Reason:
 
 
 class Why(str):
-    """A reason's sentence. name: of the reason. how: the way such layers run, in the report's words."""
+    """A reason's sentence. name: of the reason. how: the way such layers run, in words of the
+    report."""
 
     name: str
     how: str
@@ -176,13 +182,12 @@ def _drops_scores(layer: nn.Module, condition) -> bool:
     return False
 
 
-def _draws(layer: nn.Module, condition) -> bool:
-    """Dropout draws for each token, also LoRA's. A user's own layer may draw once for a row, and
-    LoHa, LoKr, OFT and BOFT drop parts of the update of all tokens."""
+def _draws(layer: nn.Module, condition) -> str | None:
+    """Dropout draws for each token, also LoRA's. A user's own layer may draw once for a row."""
     if not (condition.draws and layer.training):
-        return False
-    own = condition.traits.arguments is not None
-    return own or any(kinds_of(type(m)) & _DRAW_ONCE for m in condition.snapshot.inside)
+        return None
+    own = "a layer of your own" if condition.traits.arguments is not None else None
+    return own or _adapters(_DRAW_ONCE, layer, condition)
 
 
 # --- tests: (layer.Request) ----------------------------------------------------------------------
@@ -279,7 +284,7 @@ REASONS = (
     _forward("dropout", "attention dropout in training", _drops_scores),
     _forward(
         "draws",
-        "random numbers that tokens may share, in a layer of your own or in LoHa, LoKr, OFT or BOFT",
+        "random numbers that tokens may share, in {a layer of your own or an adapter}",
         _draws,
     ),
     _forward(

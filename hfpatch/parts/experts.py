@@ -38,6 +38,7 @@ def _activation(act: nn.Module) -> str | None:
     """The name of the function that this module computes, found on a few numbers."""
     key = type(act), repr(act)
     if key not in _known:
+        _known[key] = None
         # A user's activation may raise anything.
         with suppress(Exception), torch.inference_mode(False), torch.enable_grad():
             x = torch.linspace(-6, 6, 49, dtype=torch.float64)
@@ -46,7 +47,7 @@ def _activation(act: nn.Module) -> str | None:
             y = of(act(x.clone()))  # it may write in place
             same = (n for n in ACTIVATIONS.values() if torch.allclose(y, of(_act(x, n)), 1e-12))
             _known[key] = next(same, None)
-    return _known.get(key)
+    return _known[key]
 
 
 def layout_of(module: nn.Module) -> Layout | None:

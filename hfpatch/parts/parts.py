@@ -111,7 +111,7 @@ def _norm_variant(
     offsets = (0.0, 1.0) if weighted else (0.0,)
     for exact, offset, cast in product((True, False), offsets, CASTS):
         if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
-            return None if differs(settings, probe) else (eps_name, offset, cast)
+            return None if attributes_set(probe, settings) else (eps_name, offset, cast)
     return None
 
 
@@ -138,9 +138,9 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
     return True
 
 
-def differs(settings: dict, module: nn.Module) -> bool:
-    """Whether the module's forward set attributes since these settings were noted."""
-    return any(settings.get(name) is not value for name, value in vars(module).items())
+def attributes_set(module: nn.Module, before: dict) -> list[str]:
+    """The attributes that the module's forward has set. before: a copy of its `__dict__`."""
+    return [name for name, value in vars(module).items() if before.get(name) is not value]
 
 
 def with_gradients(ys, leaves) -> list[Tensor]:
@@ -236,7 +236,7 @@ def _as_trained(mlp: nn.Module, inputs) -> tuple[list[list[Tensor]], str | None]
         settings = dict(vars(mlp))
         outs = [_run(mlp, x) for x in inputs]
         reasons = {
-            "its forward sets attributes": differs(settings, mlp),
+            "its forward sets attributes": attributes_set(mlp, settings),
             "it draws random numbers": not torch.equal(torch.get_rng_state(), drawn),
         }
     return outs, next((reason for reason, holds in reasons.items() if holds), None)
@@ -263,25 +263,24 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         modules[name] = nn.utils.skip_init(
             nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
         )
-        weight = torch.randn(n_out, n_in, generator=generator, dtype=torch.float32) / 4
+        weight = torch.randn(n_out, n_in, generator=generator) / 4
         modules[name].weight.data.copy_(weight)
     twin = twin_of(mlp, modules)
     ours = twin_of(mlp, modules)
     ours.__class__ = _FusedTwin
     kinds = [type(m) for m in _activations(mlp, gates)]
     # [Step 3] Find the activation for which both return the same.
-    x = torch.randn(5, 16, generator=generator, dtype=torch.float32)
+    x = torch.randn(5, 16, generator=generator)
     # Also as large as outliers are: some families clamp gate and up (DeepSeek-V4 at 10).
     inputs = x.requires_grad_(), (100 * x).detach().requires_grad_()
     try:
-        with torch.random.fork_rng(devices=[]):
-            wanted, reason = _as_trained(twin, inputs)
-            if reason:
-                return reason
-            for name in dict.fromkeys(ACTIVATIONS.values()):
-                ours._hfpatch = Gated(gates, kinds, name)
-                if all(all(map(close, _run(ours, x), y, _STEPS)) for x, y in zip(inputs, wanted)):
-                    return FusedMLP, {"_hfpatch": ours._hfpatch}
+        wanted, reason = _as_trained(twin, inputs)
+        if reason:
+            return reason
+        for name in dict.fromkeys(ACTIVATIONS.values()):
+            ours._hfpatch = Gated(gates, kinds, name)
+            if all(all(map(close, _run(ours, x), y, _STEPS)) for x, y in zip(inputs, wanted)):
+                return FusedMLP, {"_hfpatch": ours._hfpatch}
     except Exception as error:  # a family's own code on a probe may raise anything
         return f"its probe failed ({type(error).__name__})"
     return "no fused form of its activation"

@@ -88,15 +88,15 @@ def rotating(forward, theirs):
         # other models share, so the copy gets a cell of its own.
         cell = types.CellType(rotating(inner, theirs))
         cells = [cell if c.cell_contents is inner else c for c in forward.__closure__]
-        return _copied(forward, forward.__globals__, tuple(cells))
+        return with_globals(forward, forward.__globals__, tuple(cells))
     own = {
         "apply_rotary_pos_emb": rotation(theirs),
         "__builtins__": forward.__globals__["__builtins__"],
     }
-    return _copied(forward, _Names(forward.__globals__, own), forward.__closure__)
+    return with_globals(forward, _Names(forward.__globals__, own), forward.__closure__)
 
 
-def _copied(function, names: dict, closure):
+def with_globals(function, names: dict, closure):
     """A copy of a function with these globals and this closure."""
     made = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, closure

@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import sys
 from functools import partial
-from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.nn.functional import silu, softplus
 
 from hfpatch.attention import blocks as _attention_blocks
 from hfpatch.lab.compat import for_now
+from hfpatch.parts.rotation import with_globals
 
 BLOCKS = 64
 # Of the gated delta rule's chunks: what a layer keeps for backward does not depend on it.
@@ -76,9 +76,8 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
 
     given = kwargs.get("initial_state")
     state = state if given is None else state + given[:, :, None]
-    code = inspect.unwrap(stock)
-    names = {**code.__globals__, "range": blocks}
-    short = FunctionType(code.__code__, names, code.__name__, code.__defaults__)
+    whole = inspect.unwrap(stock)
+    short = with_globals(whole, {**whole.__globals__, "range": blocks}, whole.__closure__)
     out, last = short(query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state})
     return out, None if last is None else last[:, :, -1].clone()
 
@@ -95,7 +94,9 @@ def scans_by_blocks():
     """A context in which transformers' models run these functions in blocks."""
     with contextlib.ExitStack() as stack:
         # As far as they are imported.
-        for module in [m for n, m in sys.modules.items() if n.startswith("transformers.models.")]:
+        for module in [
+            m for n, m in [*sys.modules.items()] if n.startswith("transformers.models.")
+        ]:
             # A lazy module that is asked for a name may import what is not there.
             for name in vars(module).keys() & _BY_BLOCKS:
                 made = _BY_BLOCKS[name](vars(module)[name])
