@@ -27,7 +27,6 @@ from hfpatch.layer.layer import PatchedLayer, TiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
 from hfpatch.layer.tower import Tower, TowerBlock, find_towers
 from hfpatch.layer.traits import Patched
-from hfpatch.layer.why_whole import OTHER_MIXER
 from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
 from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead
@@ -166,9 +165,11 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     stack = decoder.stack
     causal = decoder.causal
     swap(stack, PatchedStack)
-    mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
+    mixing = [a for a in found.answers if a.mixes]
     timed = bool(mixing) and all(a.all_timed for a in mixing)
-    traits = StackTraits(found.ours, bool(mixing), found.isolates, found.unpads, timed)
+    traits = StackTraits(
+        found.ours, bool(mixing), found.isolates, found.searches, found.unpads, timed
+    )
     stack._hfpatch = Patched(traits, configs)
     for model in decoder.around if causal is None else (causal,):
         if not is_patched(model) and "forward" not in vars(model):

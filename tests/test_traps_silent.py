@@ -8,6 +8,7 @@ import functools
 import pytest
 import tiny
 import torch
+from families import small_model
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hfpatch
@@ -16,8 +17,7 @@ WAYS = {"tiled": tiny.TILED, "off": "off"}
 
 
 def batch(**more) -> dict:
-    given = tiny.labelled(1)
-    return {**given, **more}
+    return {**tiny.labelled(1), **more}
 
 
 def positions(kind: str) -> torch.Tensor:
@@ -59,6 +59,17 @@ def test_positions_beside_the_cache_that_transformers_makes(kind, checkpointed, 
         model.train()(input_ids=ids, labels=ids, position_ids=positions(kind)).loss.backward()
         found.append(tiny.gradients(model))
     tiny.assert_same_in_double(*found)
+
+
+@pytest.mark.parametrize(
+    "family, kind", [("gpt_oss", "jump"), ("afmoe", "repeat"), ("mistral", "jump")]
+)
+def test_positions_alone_start_documents_where_the_family_looks_for_them(family, kind):
+    """Without a mask and a cache most families read documents off positions; the others see one."""
+    stock = small_model(family, torch.float32)
+    ids = tiny.ids(1) % stock.config.vocab_size
+    given = batch(input_ids=ids, labels=ids, position_ids=positions(kind), use_cache=False)
+    tiny.assert_as_good(tiny.patched(stock), stock, given)
 
 
 @pytest.mark.parametrize("way", WAYS)

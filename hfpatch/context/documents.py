@@ -2,11 +2,11 @@
 T] mask.
 
 One rule serves every family. Without a mask and without a cache, a document starts wherever a
-position is not its predecessor plus 1 (transformers' rule for sdpa). With a 2D mask or a cache
-transformers reads the mask alone. Here a document then starts where the positions of the visible
-tokens restart: at a smaller one, or at the row's least again. Jumps (PoSE), fractions
-(interpolation) and other repeats start none, so such rows equal transformers. Packed rows stay
-isolated, where transformers lets their documents see each other.
+position is not its predecessor plus 1 (transformers' rule). With a 2D mask or a cache, and in
+families that make their masks without positions, transformers reads the mask alone. Here a document
+then starts where the positions of the visible tokens restart: at a smaller one, or at the row's
+least again. Jumps (PoSE), fractions (interpolation) and other repeats start none, so such rows equal
+transformers. Packed rows stay isolated, where transformers lets their documents see each other.
 
 Padding needs no mask: before a row's first visible token it is a document of its own, and behind the
 last one causality hides it. A mask with holes is left to transformers (decoder/batch.py): masked
@@ -61,11 +61,9 @@ def _restarts(positions_BT: Tensor) -> Tensor:
     return (step_BT < 0) | again_BT
 
 
-def _document_starts(
-    positions_BT: Tensor, visible_BT: Tensor | None, beside_a_mask: bool
-) -> Tensor:
-    """[B, T-1] of bool. beside_a_mask: whether a mask or a cache came with the positions."""
-    if not beside_a_mask:
+def _document_starts(positions_BT: Tensor, visible_BT: Tensor | None, restarts: bool) -> Tensor:
+    """[B, T-1] of bool. restarts: whether only a restart starts one."""
+    if not restarts:
         return positions_BT[:, 1:] != positions_BT[:, :-1] + 1
     if visible_BT is None:
         return _restarts(positions_BT)
@@ -153,8 +151,8 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     mask_BT, positions_BT, idle_BT = known
     visible_BT = None if mask is None else mask_BT.bool()
     # [Step 3] Set the starts by the offsets or the positions.
-    beside_a_mask = mask is not None or batch.cached or not padding
-    starts_BT = _starts(B, T, bounds, positions_BT, visible_BT, beside_a_mask)
+    restarts = mask is not None or batch.restarts or not padding
+    starts_BT = _starts(B, T, bounds, positions_BT, visible_BT, restarts)
     # [Step 4] Set the starts behind padding: before the first visible token it is a document of its
     # own.
     holes = False
@@ -163,7 +161,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
         holes, padding_is_read = _padding(starts_BT, visible_BT, idle_BT, batch.watched)
     # [Step 5] Start a document at each chunk too.
     if chunk is not None:
-        starts_BT |= _chunks(starts_BT, None if beside_a_mask else positions_BT, chunk)
+        starts_BT |= _chunks(starts_BT, None if restarts else positions_BT, chunk)
     # [Step 6] Find rows that may run without their padding, and those that begin with padding that
     # is read.
     documents = _from_bounds(_bounds(starts_BT.view(-1)), B, T, batch.device)
@@ -182,7 +180,7 @@ def _starts(
     bounds: list[int] | None,
     positions_BT: Tensor | None,
     visible_BT: Tensor | None,
-    beside_a_mask: bool,
+    restarts: bool,
 ) -> Tensor:
     """[B, T] of bool: where documents start, by the caller's offsets, or else by the positions."""
     starts_BT = torch.zeros(B, T, dtype=torch.bool, device="cpu")
@@ -191,7 +189,7 @@ def _starts(
         starts_BT.view(-1)[[n for n in bounds if n < B * T]] = True
     elif positions_BT is not None:
         positions_BT = positions_BT.expand(B, T)
-        starts_BT[:, 1:] |= _document_starts(positions_BT, visible_BT, beside_a_mask)
+        starts_BT[:, 1:] |= _document_starts(positions_BT, visible_BT, restarts)
     return starts_BT
 
 

@@ -38,6 +38,7 @@ class StackTraits:
         mixers: some layers have mixers, modules other than attention that mix tokens. In
             transformers' own layers those let documents of one row see each other.
         isolates: in the patched stack, documents of one row do not see each other.
+        searches: transformers looks for documents in positions that come without a mask or a cache.
         unpads: rows with padding may run as one packed row (decoder/unpadded.py).
         timed: every mixer of the stack runs in tiles through time.
     """
@@ -45,6 +46,7 @@ class StackTraits:
     ours: bool = True
     mixers: bool = False
     isolates: bool = True
+    searches: bool = True
     unpads: bool = False
     timed: bool = False
 
@@ -281,7 +283,7 @@ def decide(
         return None, None, changes
     if traits.mixers and inputs.sequence is not None:
         _check_shared_mixers(inputs, traits)
-    batch = _batch(inputs, cached)
+    batch = _batch(inputs, cached or not traits.searches)
     why = first("batch", None, inputs, traits, batch)
     if why is None:
         line = _PADDING.format(inputs.kind.__name__) if inputs.behind else None
@@ -331,7 +333,7 @@ def _check_shared_mixers(inputs: Inputs, traits: StackTraits) -> None:
         )
 
 
-def _batch(inputs: Inputs, cached: bool) -> Batch:
+def _batch(inputs: Inputs, restarts: bool) -> Batch:
     """The batch of hfpatch's layers."""
     idle_BT = inputs.idle_BT
     if inputs.reads and inputs.sequence is None and not inputs.packed:
@@ -349,7 +351,7 @@ def _batch(inputs: Inputs, cached: bool) -> Batch:
         inputs.watched,
         inputs.sequence,
     )
-    batch.cached = cached
+    batch.restarts = restarts
     batch.probabilities = inputs.probabilities
     return batch
 
@@ -386,8 +388,10 @@ def _by_transformers(inputs: Inputs, traits: StackTraits, why: str) -> tuple[str
         refuse_packed(inputs.kind, "pass no mask and attn_implementation='sdpa', or do not pack")
     if not (traits.ours and inputs.tiled and inputs.trains):
         return None, changes  # the report tells of a stack that cannot have hfpatch's attention
-    line = f"the layers of {inputs.kind.__name__} run untiled, their inputs offloaded: {why}."
-    return line, changes
+    return (
+        f"the layers of {inputs.kind.__name__} run untiled, their inputs offloaded: {why}.",
+        changes,
+    )
 
 
 def cached_tokens(cache) -> int | None:

@@ -30,11 +30,14 @@ class Decoder:
 def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     """The longest nn.ModuleList among the module's own children that holds only modules which
     transformers can checkpoint; None if there is none."""
-    lists = [m for m in modules_of(stack).values() if isinstance(m, nn.ModuleList) and len(m)]
-    checkpointable = [
-        m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)
+    lists = [
+        module
+        for module in modules_of(stack).values()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(hasattr(layer, "gradient_checkpointing") for layer in module)
     ]
-    return max(checkpointable, key=len, default=None)
+    return max(lists, key=len, default=None)
 
 
 def _decoder_of(module: nn.Module) -> nn.Module | None:

@@ -234,7 +234,7 @@ def _where_it_mixes(call: Traced, x_BTD: Tensor) -> LayerTraits:
         return traits
     if inside.reason is not None:
         return traits
-    return replace(inside, attends=not traits.mixers and traits.reason != OTHER_MIXER)
+    return replace(inside, attends=not traits.mixes)
 
 
 def _calls_torchs_own(layer) -> nn.Module:

@@ -184,8 +184,7 @@ def _value(config, name: str):
 def _rope_tables(config) -> list[dict]:
     named = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
     tables = [table for table in named if isinstance(table, dict)]
-    inner = [x for table in tables for x in table.values() if isinstance(x, dict)]
-    return tables + inner
+    return tables + [x for table in tables for x in table.values() if isinstance(x, dict)]
 
 
 _NO_KIND = {"training", "gradient_checkpointing", "layer_idx", *SIZES}

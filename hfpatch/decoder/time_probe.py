@@ -153,5 +153,4 @@ def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple
     with torch.no_grad():
         parts = call.before(x_BTD, 0, tokens)
     at = list(traits.mixers).index(name)
-    x = parts[3 * len(traits.attention) + at]
-    return call.mixers[at], x.detach()
+    return call.mixers[at], parts[3 * len(traits.attention) + at].detach()

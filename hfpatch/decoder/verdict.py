@@ -43,6 +43,7 @@ from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
 # even in a float64 model.
 CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
+UNKNOWN = LayerTraits(reason=why("other kind"))
 SHARED_KEYS = "its later layers share its keys, and would store them again when it runs again"
 TILE = 16
 # A row of two documents: the tokens of the first, and the row's positions.
@@ -64,6 +65,7 @@ class Verdict:
         ours: the stack may use hfpatch's attention and masks.
         why_unpatched: why the layers cannot run twice and so stay unpatched, or None.
         isolates: in the patched stack, documents of one row do not see each other.
+        searches: transformers looks for documents in positions that come alone.
         unpads: rows with padding may run as one packed row.
     """
 
@@ -71,6 +73,7 @@ class Verdict:
     ours: bool = True
     why_unpatched: str | None = None
     isolates: bool = True
+    searches: bool = True
     unpads: bool = False
 
 
@@ -103,14 +106,12 @@ def ask_model(decoder: Decoder) -> Verdict:
         untried = LayerTraits(reason=why("untried", reason))
         return Verdict((untried,) * len(kinds), False, shared, isolates=False)
     # [Step 3] Give each layer of this model the traits of its kind.
-    unknown = LayerTraits(reason=why("other kind"))
     answers = [_answer(verdict, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
     # rows without their padding.
-    mixes = any(a.mixers or a.reason == OTHER_MIXER for a in verdict.answers.values())
-    if mixes and None in answers:
+    if None in answers and any(answer.mixes for answer in verdict.answers.values()):
         verdict = replace(verdict, isolates=False, unpads=False)
-    answers = tuple(answer or unknown for answer in answers)
+    answers = tuple(answer or UNKNOWN for answer in answers)
     return replace(verdict, answers=answers, why_unpatched=shared or verdict.why_unpatched)
 
 
@@ -152,6 +153,8 @@ def _verdict(stack_class: type, config, kinds: list[tuple], numbers: dict) -> Ve
             del expected.batches["packed"]
             verdict = _settled(answers, expected)
             verdict.isolates = False
+        # A mixer of transformers' lets documents see each other, whatever attention does.
+        verdict.searches = any(a.mixes for a in answers.values()) or _isolates(copy.deepcopy(stack))
         verdict.unpads = verdict.ours and verdict.isolates and expected.unpads(verdict)
         for kind, layer in _one_of_each(stack).items():
             if kind in verdict.answers:  # else the layer keeps states of earlier runs
@@ -322,7 +325,7 @@ def _patched(stack: nn.Module, verdict: Verdict) -> nn.Module:
     ours._hfpatch = Patched(StackTraits(verdict.ours, unpads=verdict.unpads), configs, runtime)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):
-        answer = verdict.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
+        answer = verdict.answers.get(kind_of(layer), UNKNOWN)
         swap(layer, TiledLayer)
         layer._hfpatch = Patched(answer, configs, runtime, index)
     return ours

@@ -170,8 +170,7 @@ def _number(value: float | None) -> float | None:
 
 
 def _rounded(values: dict) -> dict:
-    floats = {name: _number(v) for name, v in values.items() if isinstance(v, float)}
-    return values | floats
+    return {name: _number(v) if isinstance(v, float) else v for name, v in values.items()}
 
 
 # --- what is read ---------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ def pinned_bytes(model) -> int:
 
 def policy_used(model) -> Checkpointing | None:
     """The policy of the last batch shape; None where nothing ran in tiles."""
-    used = (policy for r in runtimes_in(model) for policy in reversed(r.policies))
-    return next(used, None)
+    return next((policy for r in runtimes_in(model) for policy in reversed(r.policies)), None)
 
 
 @contextmanager

@@ -89,8 +89,9 @@ class Arguments:
     @cached_property
     def wanted(self) -> dict[int, Tensor]:
         """Index -> leaf, of the leaves that require a gradient."""
-        found = enumerate(self.leaves)
-        return {i: x for i, x in found if isinstance(x, Tensor) and x.requires_grad}
+        return {
+            i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad
+        }
 
     @contextmanager
     def gradients(self):

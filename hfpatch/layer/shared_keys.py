@@ -35,8 +35,7 @@ def _turned(x):
 
 
 def _flatten(shared: SharedKeys):
-    leaves = [_turned(x) for pair in shared.values() for x in pair]
-    return leaves, list(shared)
+    return [_turned(x) for pair in shared.values() for x in pair], list(shared)
 
 
 def _unflatten(leaves, keys) -> SharedKeys:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hfpatch.compat import modules_in
+from hfpatch.layer.why_whole import OTHER_MIXER
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class LayerTraits:
             return "run in tiles through time"
         why = dict(self.untimed).get(mixer)
         return "take all tokens at once, and again in backward" + (f": {why}" if why else "")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether modules other than attention mix tokens, known or unknown ones."""
+        return bool(self.mixers) or self.reason == OTHER_MIXER
 
     @property
     def all_timed(self) -> bool:

@@ -60,6 +60,7 @@ def _setup_context(ctx, inputs, output):
     q, k, cos, sin, ctx.transpose, _ = inputs
     unneeded = [out for out, needs in zip(output, ctx.needs_input_grad) if not needs]
     ctx.mark_non_differentiable(*unneeded)
+    ctx.set_materialize_grads(False)
     ctx.dtypes = q.dtype, k.dtype
     ctx.save_for_backward(cos, sin)
 
@@ -67,8 +68,14 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dq, dk):
     q_dtype, k_dtype = ctx.dtypes
     dtype = q_dtype if q_dtype == k_dtype else None
-    dq, dk = ROPE(dq, dk, *ctx.saved_tensors, not ctx.transpose, dtype)
-    return dq.to(q_dtype), dk.to(k_dtype), None, None, None, None
+    # The gradient of a result that nobody reads is None, and so is that of its input: with zeros, an
+    # optimizer would decay the weights.
+    given = [dy for dy in (dq, dk) if dy is not None]
+    if given:
+        found = ROPE(given[0], given[-1], *ctx.saved_tensors, not ctx.transpose, dtype)
+        dq = None if dq is None else found[0].to(q_dtype)
+        dk = None if dk is None else found[1].to(k_dtype)
+    return dq, dk, None, None, None, None
 
 
 ROPE = define(

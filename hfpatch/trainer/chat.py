@@ -112,8 +112,7 @@ def encode(
         return ids, [True] * len(ids)
     if kind == "chat":
         field = next((name for name in CHAT_FIELDS if name in row), "messages")
-        turns = _messages(_column(row, *CHAT_FIELDS), field)
-        return encode_chat(turns, tokenizer, **options)
+        return encode_chat(_messages(_column(row, *CHAT_FIELDS), field), tokenizer, **options)
     prompt = _column(row, "prompt")
     completion = _column(row, "completion")
     if isinstance(prompt, list) and isinstance(completion, list):

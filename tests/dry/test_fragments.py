@@ -39,5 +39,4 @@ def test_segments_grow(where, allocator, grows):
     words = command("-c", SCRIPT, where)
     run = subprocess.run(words, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert found["expandable"] == grows
+    assert json.loads(run.stdout.splitlines()[-1])["expandable"] == grows

@@ -84,8 +84,7 @@ def test_auto_find_batch_size(where, tier, tmp_path):
     pool = ours.model._hfpatch.runtime.transfers.pool
     largest = LIMIT * tiny.TOKENS * 64 * 8
     # input and attention output of two layers; on the host also a gradient that waits
-    tensors = 5 if tier == "host" else 4
-    assert pool.bytes_held <= tensors * 2 * largest
+    assert pool.bytes_held <= (5 if tier == "host" else 4) * 2 * largest
     assert threading.active_count() <= threads + 8 * (
         tier == "disk"
     ) and open_files() <= files + 4 * (tier == "disk")

@@ -268,8 +268,8 @@ def test_attention_forward_runs_once_and_mlp_twice(monkeypatch):
     )
     ids = tokens(1, 40)
     model(ids, labels=ids).loss.backward()
-    groups = 1  # forty tokens do not fill a GPU: all heads go together
-    assert calls == {"attention": 3 * groups, "up": 2 * 40}
+    # Forty tokens do not fill a GPU: all heads go together.
+    assert calls == {"attention": 3, "up": 2 * 40}
 
 
 # --- hooks and ownership of gradients -------------------------------------------------------------

@@ -76,8 +76,7 @@ def test_what_a_mixer_reads_is_made_again(timed_layers):
     they were left out once, without a word.
     """
     stock = families.small_model("qwen4_exp_text")
-    ours = ready(stock, timed_layers)
-    compared(ours, stock, batch(20))
+    compared(ready(stock, timed_layers), stock, batch(20))
     assert timed_layers == [0, 1, 2]
 
 

@@ -58,8 +58,7 @@ def test_products_of_the_loss(vocab_size, bias):
                 hidden, weight, labels, bias=bias_V, num_valid=tokens, workspace_bytes=workspace
             )
             loss.backward()
-    chunks = tokens // 256
-    assert found.products == 4 * chunks  # logits, two halves of dW, dX
+    assert found.products == 4 * (tokens // 256)  # logits, two halves of dW, dX
     assert found.unaligned == []
 
 

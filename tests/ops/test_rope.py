@@ -92,6 +92,15 @@ def test_any_subset_of_gradients(needs):
     check(*both(*cos_sin(2, 5, 8)), (q, k), view=heads_last, needs=needs)
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_result_that_nobody_reads_gives_no_gradient(used):
+    """Not zero: an optimizer's weight decay would shrink the weights behind it."""
+    leaves = [randn(2, 4, 5, 8).requires_grad_(), randn(2, 2, 5, 8, seed=1).requires_grad_()]
+    rope(*leaves, *cos_sin(2, 5, 8))[used].square().sum().backward()
+    assert leaves[1 - used].grad is None
+    torch.testing.assert_close(leaves[used].grad, 2 * leaves[used])  # a rotation keeps lengths
+
+
 # Slices of one fused projection, a strided last dimension, and keys expanded from one head.
 @pytest.mark.parametrize("layout", ["fused", "strided", "expanded"])
 def test_layouts(layout):

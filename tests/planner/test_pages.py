@@ -65,7 +65,6 @@ def test_the_pages_have_the_steps_that_were_simulated():
         readme = (root / "README.md").read_text()
         if f"| {name} |" in readme:
             most = [f"{figures[1]:.1f} | {figures[2]:.0f}" for figures in gib]
-            line = " | ".join([name, *most])
-            assert f"| {line} |" in readme
+            assert " | ".join(["", name, *most, ""]).strip() in readme
             shown += 1
     assert shown == 4

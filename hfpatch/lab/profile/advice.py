@@ -36,17 +36,15 @@ def sentences(runs: list[Run]) -> list[str]:
         first += f" ({beside})"
     if run.error:
         first += f"; it did not finish: {run.error}"
-    second = f"The peak comes in the {run.peak_phase or 'step'}"
     module, phase, count = holder(run)
-    if not module:
-        alone = f"{second}, in parameters, gradients and optimizer states alone."
-        return [first + ".", alone]
-    second += f": `{module}` holds {size(count)} of it, born in the {phase}"
-    lasting = size(sum(run.peak_split[c] for c in LASTING))
-    return [
-        first + ".",
-        f"{second}, and parameters, gradients and optimizer states hold {lasting}.",
-    ]
+    second = ", in parameters, gradients and optimizer states alone"
+    if module:
+        lasting = size(sum(run.peak_split[c] for c in LASTING))
+        second = (
+            f": `{module}` holds {size(count)} of it, born in the {phase}, and parameters, gradients "
+            f"and optimizer states hold {lasting}"
+        )
+    return [f"{first}.", f"The peak comes in the {run.peak_phase or 'step'}{second}."]
 
 
 def _beside(other: Run, run: Run) -> str:

@@ -75,8 +75,7 @@ def kept_bytes(ledger: Ledger) -> int:
     """Bytes on the device that forward keeps for backward. Linear in the layers of each kind."""
     turn = next(at for at, name in ledger.phases if name == "backward")
     alive = ((delta, ledger.blocks[index]) for index, delta in ledger.events[:turn])
-    kept = (d for d, b in alive if not b.host and b.category not in ("parameters", "gradients"))
-    return sum(kept)
+    return sum(d for d, b in alive if not b.host and b.category not in ("parameters", "gradients"))
 
 
 def moments_of(ledger: Ledger, bottom: int) -> tuple[dict, dict]:
