@@ -129,8 +129,7 @@ class Meter:
         if step.sizes.measured:
             return step.sizes
         alike = step.key.rsplit(" ", 2)[0] + " "
-        found = (c for k, c in self.sizes.items() if k.startswith(alike) and c.measured)
-        return next(found, None)
+        return next((c for k, c in self.sizes.items() if k.startswith(alike) and c.measured), None)
 
     def next_policy(
         self, first: Checkpointing, settings: Checkpointing, able: Abilities, rows: int

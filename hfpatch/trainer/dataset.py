@@ -73,16 +73,23 @@ def pack(dataset, seq_len: int, *, pad_id: int = 0, long_rows: str = "split") ->
         A torch Dataset of {"input_ids", "labels", "position_ids"}.
 
     Raises:
-        ValueError: seq_len is no length, a row has no input_ids, or long_rows is another word.
+        ValueError: seq_len is no length, the dataset has none (it is streamed), a row has no
+            input_ids, or long_rows is another word.
 
     Examples:
         >>> Trainer(model=model, args=args, train_dataset=hfpatch.pack(tokenized, 65536)).train()
     """
     limit = parse_length(seq_len)
     refuse_unknown([long_rows], ("split", "truncate", "drop"), "long_rows")
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"hfpatch: a dataset to pack must have a length, got {type(dataset).__name__}. Load it "
+            "without streaming."
+        )
     if len(dataset) and "input_ids" not in dataset[0]:
         raise ValueError(
-            f"hfpatch: a row must have input_ids, got {', '.join(dataset[0])}. Tokenize the data first."
+            f"hfpatch: a row must have input_ids, got {', '.join(map(str, dataset[0]))}. Tokenize "
+            "the data first."
         )
     lengths = [len(row["input_ids"]) for row in dataset]
     pieces = packing.cut(lengths, limit, long_rows=long_rows)

@@ -43,6 +43,8 @@ def test_pack_keeps_each_piece_once_and_fills_rows(limit, count):
 
 @pytest.mark.parametrize("rows, how, words", [
     ([{"text": "a"}], {}, "must have input_ids, got text. Tokenize"),
+    ([[1, 2]], {}, "must have input_ids, got 1, 2. Tokenize"),
+    (iter([]), {}, "must have a length, got list_iterator. Load it without streaming"),
     ([{"input_ids": [1, 2]}], {"long_rows": "drp"}, "got drp. Did you mean drop"),
 ])  # fmt: skip
 def test_what_cannot_be_packed_is_said(rows, how, words):
