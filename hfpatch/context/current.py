@@ -76,18 +76,22 @@ Labelled = namedtuple("Labelled", "labels idle_BT watched", defaults=(None, None
 
 
 class _Current(threading.local):  # a second thread may run another model meanwhile
-    role = None  # Noting or Answering
-    batch: Batch | None = None  # of the decoder's forward that runs, for the mask function
-    declined = False  # whether the decoder runs with transformers' own code
-    outer = Outer()
-    # The parallel.exchange.Sequence that shares the rows (context/ranks.py); False for no ranks.
-    sequence = None
-    # (the model that computes a loss, its labels, whether to shift them, their count)
-    target: tuple | None = None
-    labelled = Labelled()
-    # Gate and up of a fused MLP, kept from a layer's forward for its backward, so that they are not
-    # computed again: (a list that receives them, those that replace the computed ones).
-    gate_up: tuple[list | None, list | None] = (None, None)
+    # No field has a default in the class: dynamo before torch 2.13 reads that in place of a thread's
+    # own value.
+    def __init__(self):
+        self.role = None  # Noting or Answering
+        # Of the decoder's forward that runs, for the mask function.
+        self.batch: Batch | None = None
+        self.declined = False  # whether the decoder runs with transformers' own code
+        self.outer = Outer()
+        # The parallel.exchange.Sequence that shares the rows (context/ranks.py); False for no ranks.
+        self.sequence = None
+        # (the model that computes a loss, its labels, whether to shift them, their count)
+        self.target = None
+        self.labelled = Labelled()
+        # Gate and up of a fused MLP, kept from a layer's forward for its backward, so that they are
+        # not computed again: (a list that receives them, those that replace the computed ones).
+        self.gate_up = (None, None)
 
 
 current = _Current()
@@ -212,7 +216,6 @@ def having(**values):
         here.update(values)
         yield
     finally:
-        here.clear()  # a missing field has its class's default
         here.update(before)
 
 

@@ -82,7 +82,9 @@ def test_the_row_is_small_and_says_nothing_of_whose_it_is(out):
     found = json.loads(text)
     check_row(found)
     assert found["ok"] and found["small"] and found["checks"] > 20 and found["left_out"] == 0
-    assert found["device"] == {"name": "cpu"} and found["versions"]["torch"] == torch.__version__
+    assert found["device"] == {"name": "cpu"} and torch.__version__.startswith(
+        found["versions"]["torch"]
+    )
     assert [step["way"] for step in found["steps"]] == ["auto", "host"]
     for step in found["steps"]:
         assert step["step_s"] > 0 and step["plan_peak_gib"] > 0

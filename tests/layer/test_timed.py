@@ -65,8 +65,7 @@ def compared(ours, stock, given, pieces=None, within=1e-12):
 
 def test_its_input_is_all_that_a_layer_saves(timed_layers, inputs):
     stock = families.small_model(FAMILY)
-    ours = ready(stock, timed_layers, inputs)
-    compared(ours, stock, batch(TOKENS))
+    compared(ready(stock, timed_layers, inputs), stock, batch(TOKENS))
     assert timed_layers == [0, 1, 2]
     assert len(inputs) == 4  # no output of a mixer
 
@@ -83,8 +82,7 @@ def test_what_a_mixer_reads_is_made_again(timed_layers):
 def test_a_layer_without_a_mixer_goes_through_time_too(timed_layers):
     """Nemotron-H's layers are a mixer, an attention, an MLP or experts each."""
     stock = families.small_model("nemotron_h")
-    ours = ready(stock, timed_layers)
-    compared(ours, stock, batch(TOKENS))
+    compared(ready(stock, timed_layers), stock, batch(TOKENS))
     assert {1, 3} <= {*timed_layers}
 
 
@@ -153,8 +151,7 @@ def test_frozen_layers_at_the_start(timed_layers):
     layers = find_decoder(stock).layers
     layers[0].requires_grad_(False)
     layers[1].mlp.requires_grad_(False)
-    ours = ready(stock, timed_layers)
-    compared(ours, stock, batch(TOKENS))
+    compared(ready(stock, timed_layers), stock, batch(TOKENS))
     assert timed_layers == [0, 1, 2]
 
 
