@@ -62,8 +62,9 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
             "so residual stream and host memory are twice as large "
             "(prepare_model_for_kbit_training): leave that call out, get_peft_model freezes the base."
         )
-    if dropout := getattr(stack.config, "attention_dropout", 0.0):
-        notes.append(f"attention_dropout is {dropout}: in training, layers run untiled.")
+    for name, p in stack.config.to_dict().items():
+        if "att" in name and "drop" in name and p:  # attention_dropout, attn_pdrop, ...
+            notes.append(f"{name} is {p}: in training, layers run untiled.")
     rotary = getattr(stack.config, "rope_parameters", None)
     if rotary and (positions := getattr(stack.config, "max_position_embeddings", None)):
         notes.append(

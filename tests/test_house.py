@@ -20,8 +20,8 @@ LAYOUT = {
 
 # Folder of hfpatch ("." are its own files): most statements without docstrings, most tokens.
 FOLDERS = {
-    "lab": (3031, 32960),  # with the cards' data sheets and a config's sizes, for plan
-    "layer": (2908, 32575),
+    "lab": (3010, 32830),  # with the cards' data sheets and a config's sizes, for plan
+    "layer": (2890, 32530),
     # a run killed after its last step takes none more; engines of accelerate launch are not planned;
     # who resumes ZeRO on fewer GPUs is told
     # pairs whose sequences ranks share are refused before step 1
@@ -32,10 +32,12 @@ FOLDERS = {
     # form of all others, for who mistypes
     "planner": (948, 11700),
     # layers of users: their integers, further arguments, random numbers
-    "decoder": (1141, 13370),
-    "ops": (865, 11366),
+    "decoder": (1137, 13380),
+    "ops": (855, 11300),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
-    "context": (712, 7960),  # masks of floats beside positions, for who casts a mask
+    # masks of floats beside positions, for who casts a mask; what a user's own norm, MLP, rotation or
+    # layer writes to (a loss of its own, captured values)
+    "context": (743, 8380),
     "store": (527, 5216),
     "kernels": (566, 8353),
     "compat": (465, 4372),
@@ -104,7 +106,7 @@ FIELDS = {
     ("layer/traced.py", "Traced"): 17,
     ("layer/call.py", "LayerCall"): 8,
     ("layer/kept.py", "Kept"): 12,
-    ("layer/condition.py", "Condition"): 9,
+    ("layer/condition.py", "Condition"): 10,
     ("layer/measured_step.py", "Step"): 12,
     ("layer/backward.py", "Backward"): 12,
     ("context/current.py", "_Current"): 8,  # thread-local

@@ -25,8 +25,7 @@ def _blocks(q_BTHE, pattern: Pattern):
         rows = min(T, max(min(rows, max(window, 128)), min(window, 1024)))
     for a in range(0, T, rows):
         b = min(a + rows, T)
-        first = 0 if window is None else max(0, a - window + 1)
-        yield slice(a, b), slice(first, b)
+        yield slice(a, b), slice(0 if window is None else max(0, a - window + 1), b)
 
 
 def _block_scores(q, k, pattern: Pattern, scale: float, queries: slice, keys: slice, T: int):
@@ -38,8 +37,7 @@ def _block_scores(q, k, pattern: Pattern, scale: float, queries: slice, keys: sl
         scores = pattern.softcap * bent
         slope = 1 - bent * bent
     hidden = ~pattern.allowed(queries, keys, len(q), T, q.device)
-    least = torch.finfo(scores.dtype).min
-    return scores.masked_fill(hidden[:, :, None], least), slope
+    return scores.masked_fill(hidden[:, :, None], torch.finfo(scores.dtype).min), slope
 
 
 def _grouped(x_BtHE, K: int, dtype):

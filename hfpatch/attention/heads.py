@@ -166,6 +166,5 @@ def _group_backward(heads: Heads, group: tuple, whole: list, into: list) -> list
             continue
         if into[i] is None:
             into[i] = torch.empty_like(like)
-        target = into[i] if one else into[i][:, :, part]
-        target.copy_(grad)
+        (into[i] if one else into[i][:, :, part]).copy_(grad)
     return grads[3:]

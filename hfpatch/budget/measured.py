@@ -50,8 +50,7 @@ class Line:
     def _around(self, tokens: int):
         at = bisect_left(self.points, [tokens, float("-inf")])
         below = self.points[at - 1] if at else None
-        above = self.points[at] if at < len(self.points) else None
-        return below, above
+        return below, self.points[at] if at < len(self.points) else None
 
     def most(self, tokens: int) -> float:
         """An upper bound: of two neighbours by a straight line, beyond the last by its ratio."""
@@ -275,5 +274,4 @@ def sent_in_time(sizes: StepSizes, able: Abilities, rows: int, tiled: int) -> in
     most = sizes.seconds.least(rows) * able.link
     if able.host is not None:
         most = min(most, HOST_SHARE * able.host, PINNED_MOST)
-    spare = most - tiled * able.wide * rows
-    return max(0, int(spare / (able.gate_up * rows)))
+    return max(0, int((most - tiled * able.wide * rows) / (able.gate_up * rows)))

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 
 from torch import nn
@@ -60,9 +61,11 @@ MADE_FROM = _MadeFrom()
 
 
 def code_of_class(kind: type) -> tuple:
-    """A class's forward, and the rotation of its file, which some libraries replace process-wide."""
+    """A class's forward, and the rotation and the attention of its file, which some libraries replace
+    process-wide."""
     file = sys.modules.get(kind.__module__)
-    return MADE_FROM[kind].forward, getattr(file, "apply_rotary_pos_emb", None)
+    names = "apply_rotary_pos_emb", "eager_attention_forward"
+    return MADE_FROM[kind].forward, *(getattr(file, name, None) for name in names)
 
 
 class Snapshot:
@@ -178,7 +181,10 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
     """A module of the same class and settings, without parameters and with other children."""
     twin = module.__class__.__new__(module.__class__)
-    vars(twin).update(vars(module))
+    # Its forward may write to what it holds.
+    vars(twin).update(
+        {n: copy(x) if isinstance(x, dict | list | set) else x for n, x in vars(module).items()}
+    )
     vars(twin).update(_parameters={}, _modules=dict(modules))
     return twin
 

@@ -24,8 +24,9 @@ def autograd_mode() -> tuple:
 
 def transforming() -> bool:
     """Whether torch.func (grad, vjp, vmap) or forward-mode differentiation runs."""
-    dual = torch.autograd.forward_ad._current_level >= 0
-    return dual or torch._C._are_functorch_transforms_active()
+    return (
+        torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    )
 
 
 def version(x: Tensor) -> int:

@@ -10,7 +10,6 @@ import copyreg
 import inspect
 import sys
 import types
-from collections import namedtuple
 from functools import cache, wraps
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from hfpatch.compat import (
     MADE_FROM,
     Turn,
+    code_of_class,
     hooks_on_all,
     inner_function,
     members_of,
@@ -159,19 +159,23 @@ def other_forward(module: nn.Module) -> bool:
 
 
 def package_of(module: nn.Module) -> str:
-    """The package that defines the module's class, beneath a class that torch's FSDP made."""
-    return home_of(MADE_FROM[type(module)])
+    """The package that defines the module's class, beneath a class that torch's FSDP made; that of
+    the class's forward, if a package of no known library put it there."""
+    kind = MADE_FROM[type(module)]
+    home = home_of(kind.forward)
+    return home_of(kind) if home in LIBRARIES else home
 
 
 def is_watched(model, kwargs) -> bool:
     """Whether a hook, the caller, or a forward that is not transformers' own may read hidden
     states."""
     inside = [m for m in modules_in(model)[1:] if not isinstance(m, nn.Embedding)]
-    own = [(m.__dict__, MADE_FROM[type(m)]) for m in inside]  # calls no function for a module
-    code = {table["forward"] if "forward" in table else kind for table, kind in own}
-    theirs = package_of(model) == "transformers" and {home_of(x) for x in code} <= LIBRARIES
-    hooked = hooks_on_all() or watched_by_user(inside) is not None
-    if hooked or not theirs:
+    # These call no function for a module.
+    code = {m.__dict__["forward"] for m in inside if "forward" in m.__dict__}
+    code |= {x for kind in {type(m) for m in inside} for x in code_of_class(MADE_FROM[kind])}
+    homes = {home_of(x) for x in code - {None}}
+    theirs = package_of(model) == "transformers" and homes <= LIBRARIES
+    if hooks_on_all() or watched_by_user(inside) is not None or not theirs:
         return True
     return asks_for("output_hidden_states", model, kwargs)
 
@@ -190,46 +194,46 @@ def forwards_for_now(pairs):
 # --- forwards that keep the signature of transformers' own ----------------------------------------
 
 
-# The arguments of a forward: names in order of those that may come by position; names of all of them,
-# None for any.
-Takes = namedtuple("Takes", "positional names")
-
-
 class KeepsSignature:
     """Mixed over a model's class: gives the class a forward that holds the model's lock while it
-    calls `_hfpatch_forward(args, kwargs)`, and that keeps the original signature.
+    calls `_hfpatch_forward(kwargs)`, and that keeps the original signature.
 
     Trainer reads the signature to decide which columns of a dataset to keep. The lock lets one
     thread at a time into a model, because a forward changes the model's attributes while it runs;
     under torch.compile there is no lock.
 
     `_hfpatch_turn`: the lock. Instances that apply() has not seen share one.
+    `_hfpatch_takes`: the names of the forward's arguments; None where it takes any.
     """
 
     _hfpatch_turn = Turn()
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        base = next((c for c in cls.__mro__[1:] if "forward" in vars(c)), None)
-        if base is None:  # a part that is not mixed over a model yet
+        forwards = [vars(c)["forward"] for c in cls.__mro__[1:] if "forward" in vars(c)]
+        if not forwards:  # a part that is not mixed over a model yet
             return
+        base = forwards[0]
 
-        @wraps(base.forward)
+        @wraps(base)
         def forward(self, *args, **kwargs):
             # A trainer may keep this bound method beyond undo().
-            if not hasattr(type(self), "_hfpatch_forward"):
-                return base.forward(self, *args, **kwargs)
+            if not hasattr(type(self), "_hfpatch_forward") or len(args) > len(names):
+                return base(self, *args, **kwargs)
+            kwargs = dict(zip(names, args), **kwargs)
             if torch.compiler.is_compiling():
-                return self._hfpatch_forward(args, kwargs)
+                return self._hfpatch_forward(kwargs)
             refuse_in_the_midst()
             with self._hfpatch_turn:
-                return self._hfpatch_forward(args, kwargs)
+                return self._hfpatch_forward(kwargs)
 
-        taken = inspect.signature(base.forward).parameters
-        # by position: (self, ...) up to the first that is not
-        names = (
-            n for n, p in taken.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        )
         cls.forward = forward
-        any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        cls._hfpatch_takes = Takes(tuple(names)[1:], None if any_name else frozenset(taken))
+        taken = inspect.signature(base).parameters.values()
+        any_name = any(p.kind is p.VAR_KEYWORD for p in taken)
+        cls._hfpatch_takes = None if any_name else frozenset(p.name for p in taken)
+        if any_name:  # *args are handed on, to a forward that names them
+            given = [inspect.signature(f).parameters.values() for f in forwards]
+            named = (each for each in given if all(p.kind is not p.VAR_POSITIONAL for p in each))
+            taken = next(named, taken)
+        # by position: (self, ...) up to the first that is not
+        names = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD][1:]

@@ -173,8 +173,7 @@ class Noting:
     def __call__(self, call: AttentionCall):
         self.calls.append(call)
         B, H, T, _ = call.q_BHTE.shape
-        zero = call.q_BHTE.new_zeros(())
-        return self._noted(zero.expand(B, T, H, call.v_BKTE.shape[3]))
+        return self._noted(call.q_BHTE.new_zeros(()).expand(B, T, H, call.v_BKTE.shape[3]))
 
     def not_stopped(self) -> NotStopped:
         """The error for a forward that was not stopped."""

@@ -219,8 +219,7 @@ def _chunks(starts_BT: Tensor, positions_BT: Tensor | None, chunk: int) -> Tenso
         # any number.
         return positions_BT % chunk == 0
     at = torch.arange(starts_BT.shape[1], device="cpu")
-    index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
-    return index_BT % chunk == 0
+    return (at - torch.where(starts_BT, at, 0).cummax(1).values) % chunk == 0
 
 
 def _on_host(*given: Tensor | None) -> list[Tensor | None] | None:

@@ -286,8 +286,7 @@ def decide(
     batch = _batch(inputs, cached or not traits.searches)
     why = first("batch", None, inputs, traits, batch)
     if why is None:
-        line = _PADDING.format(inputs.kind.__name__) if inputs.behind else None
-        return batch, line, changes
+        return batch, _PADDING.format(inputs.kind.__name__) if inputs.behind else None, changes
     if inputs.sequence is not None:
         raise not_exchanged(why)
     line, more = _by_transformers(inputs, traits, why)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import Snapshot, buffers_of, pytree, values_for_now, version
-from hfpatch.context.classes import forwards_for_now, package_of
+from hfpatch.context.class_code import is_own, reached, wrote
+from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import AttentionCall, Stopped, in_role, our_attention
 from hfpatch.context.masks import Batch
 from hfpatch.decoder.small_instance import other_generators
@@ -27,7 +28,6 @@ from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import OTHER_MIXER, why
-from hfpatch.parts.parts import attributes_set
 from hfpatch.parts.unread import can_go_without, skippable, skipping
 
 TOKENS = 12
@@ -146,7 +146,7 @@ def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
             drawn = repr(other_generators())
             traits = _where_it_mixes(call, x_BTD)
             traits = _probed(call, x_BTD, traits)
-            if package_of(layer) != "transformers":
+            if is_own(layer):
                 traits = _of_a_user(call, x_BTD, traits, numbers)
         except Exception as error:  # a family's own code
             traits = replace(traits, reason=why("raised", said(error)))
@@ -167,9 +167,9 @@ def _of_a_user(call: Traced, x_BTD: Tensor, traits: LayerTraits, numbers) -> Lay
     """The traits of a user's own layer, which may do other things where transformers' do not: by
     further arguments, in eval mode, by its place among the layers."""
     axes = axes_of(call.arguments.args, call.arguments.kwargs, *x_BTD.shape[:2])
-    before = [(module, dict(vars(module))) for module in call.layer.modules()]
+    before = [(reached(module), module) for module in call.layer.modules()]
     values = _values(call, x_BTD)
-    reasons = [why("buffer", name) for made in before for name in attributes_set(*made)]
+    reasons = [why("buffer", type(m).__name__) for made, m in before if wrote(made, m)]
     for (name, what), places in dict(numbers).items():
         rows = [(vars(call.layer.get_submodule(name)), what, n) for n in places]
         if any(_other_by(call, x_BTD, traits, values, [row]) for row in rows):
@@ -202,8 +202,7 @@ def _values(call: Traced, x_BTD: Tensor, changes=()) -> list:
 
 def said(error: Exception) -> str:
     """The class and the message of an error of a family's own code, on one line."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__} ({message[:80]})"
+    return f"{type(error).__name__} ({' '.join(str(error).split())[:80]})"
 
 
 def _where_it_mixes(call: Traced, x_BTD: Tensor) -> LayerTraits:

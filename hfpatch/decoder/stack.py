@@ -63,7 +63,7 @@ class PatchedStack(KeepsSignature):
             self._hfpatch.runtime.owned_by(self)
 
     def _hfpatch_stock(self, kwargs):
-        taken = self._hfpatch_takes.names
+        taken = self._hfpatch_takes
         if taken is not None:  # a user's own class
             kwargs = {n: x for n, x in kwargs.items() if n in taken or n not in _ADDED}
         if torch.compiler.is_compiling():
@@ -75,9 +75,8 @@ class PatchedStack(KeepsSignature):
         with having(outer=outer._replace(embeds=embeds)):
             return super().forward(**kwargs)
 
-    def _hfpatch_forward(self, args, kwargs):
-        # [Step 1] Give positional arguments their names, and refuse what cannot run.
-        kwargs |= zip(self._hfpatch_takes.positional, args)
+    def _hfpatch_forward(self, kwargs):
+        # [Step 1] Refuse what cannot run.
         if torch.compiler.is_compiling():
             return _run_compiled(self, kwargs)
         if current.outer.causal:
@@ -203,4 +202,4 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     return not all(causal) or kwargs.get("is_causal") not in (None, True)
 
 
-_outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))
+_outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward(kwargs))

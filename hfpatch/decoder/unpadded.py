@@ -84,12 +84,12 @@ class PackedRow:
 
 def _packed(batch: Batch, at_N: Tensor, B: int, T: int, x):
     """[..., B or 1, T, ...] as [..., 1, N, ...], and a mask as that of the packed row; GONE for
-    other tensors with a token axis."""
+    other tensors with a token axis, and for those of single rows (images)."""
     if isinstance(x, Mask):
         return replace(x, batch=batch) if x.build is None else GONE
     axis = token_axis(x, B, T)
     if axis is None:
-        return x
+        return GONE if x.dim() and len(x) == B > 1 else x
     if not axis or x.shape[axis - 1] not in (1, B):
         return GONE
     places = (axis - 1, axis)

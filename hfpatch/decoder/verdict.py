@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import plain_scans
-from hfpatch.context.class_code import code_probed
-from hfpatch.context.classes import package_of, swap
+from hfpatch.context.class_code import code_probed, is_own
+from hfpatch.context.classes import swap
 from hfpatch.context.current import Labelled, having
 from hfpatch.context.ranks import sharded
 from hfpatch.decoder import probe
@@ -155,7 +155,9 @@ def _verdict(stack_class: type, config, kinds: list[tuple], numbers: dict) -> Ve
             verdict.isolates = False
         # A mixer of transformers' lets documents see each other, whatever attention does.
         verdict.searches = any(a.mixes for a in answers.values()) or _isolates(copy.deepcopy(stack))
-        verdict.unpads = verdict.ours and verdict.isolates and expected.unpads(verdict)
+        # A layer that the small instance could not run (with an image's states) is not known.
+        ran = all(getattr(a.reason, "name", None) != "raised" for a in answers.values())
+        verdict.unpads = verdict.ours and ran and verdict.isolates and expected.unpads(verdict)
         for kind, layer in _one_of_each(stack).items():
             if kind in verdict.answers:  # else the layer keeps states of earlier runs
                 verdict.answers[kind] = ask_in_time(stack, layer, verdict.answers[kind])
@@ -223,7 +225,7 @@ class _Expected:
         masked = full | {"attention_mask": visible, "weight": weight * visible[..., None]}
         # name -> (what transformers runs, what our stack runs in its place)
         runs = {"full": ([full], full), "masked": ([masked], masked)}
-        if package_of(list_of_layers(stack)[0]) != "transformers":
+        if any(map(is_own, list_of_layers(stack))):
             # What is left are gradients that come from no loss (DeepSeek-V2's AddAuxiliaryLoss on
             # the hub), once a tile.
             free = full | {"weight": 0 * weight}
@@ -266,8 +268,7 @@ class _Expected:
             return False
         # Rounding may send a single token to another expert.
         error_N = (got - wanted)[~idle_BT].norm(dim=-1)
-        allowed_N = CLOSE * wanted[~idle_BT].norm(dim=-1)
-        return bool((~(error_N <= allowed_N)).sum() <= 1)
+        return bool((~(error_N <= CLOSE * wanted[~idle_BT].norm(dim=-1))).sum() <= 1)
 
     def differs(self, verdict: Verdict) -> Why | None:
         """How a stack with these traits differs from transformers, or None."""

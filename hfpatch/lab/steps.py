@@ -116,8 +116,8 @@ class Steps:
 
     def carried_on(self, tokens: int, policy: Checkpointing) -> bool:
         """Whether a step of rows of `tokens` tokens is carried on from shorter rows."""
-        tiled = policy.offload != "off"
-        return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
+        long = self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
+        return policy.offload != "off" and long
 
     def cost(
         self, tokens: int, policy: Checkpointing, ahead: tuple = FREE, deep: bool = True
@@ -174,8 +174,8 @@ class Steps:
         if policy.offload == "off":
             depth, period = self.model.depths()
             base = run(policy, depth)
-            more = run(policy, depth + period)
-            return self._cost_of(base, [(base, more, (L - depth) / max(1, period))])
+            times = (L - depth) / max(1, period)
+            return self._cost_of(base, [(base, run(policy, depth + period), times)])
 
         # [Step 1] The layers of each sort, and how many of them the base step has.
         streams = policy.frozen_weights == "host"
@@ -197,8 +197,7 @@ class Steps:
         if not deep and policy.offload != "gpu":
             found = self._cost_of(base, [])
             host = found.host * L // max(1, depth - kept_here)  # at most
-            forward = found.layers_forward * L / depth
-            return replace(found, host=host, layers_forward=forward)
+            return replace(found, host=host, layers_forward=found.layers_forward * L / depth)
         if depth == L:
             if again:
                 base = run(replace(full, keep=policy.keep), depth, kept_here)

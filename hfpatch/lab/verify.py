@@ -272,5 +272,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _moved(x: Tensor, step: float, generator: torch.Generator) -> Tensor:
-    by = torch.empty_like(x).uniform_(-step / 2, step / 2, generator=generator)
-    return torch.addcmul(x, x, by)  # one rounding, after the sum
+    # one rounding, after the sum
+    return torch.addcmul(
+        x, x, torch.empty_like(x).uniform_(-step / 2, step / 2, generator=generator)
+    )

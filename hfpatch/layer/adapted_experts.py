@@ -107,6 +107,5 @@ def _pair(wrapper: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
     if type(down) is not nn.Linear or type(up) is not nn.Linear or up.bias is not None:
         return None
     E = wrapper.num_experts
-    A = down.weight.unflatten(0, (E, -1))
     B = up.weight.unflatten(1, (-1, E)).permute(2, 0, 1)
-    return A, B * wrapper.scaling[name]
+    return down.weight.unflatten(0, (E, -1)), B * wrapper.scaling[name]

@@ -18,8 +18,7 @@ def token_axis(x, B: int, T: int) -> int | None:
     axes = [i for i, n in enumerate(x.shape) if n == T] if isinstance(x, Tensor) else []
     if 1 in axes and x.shape[0] in (1, B):
         return 1
-    last = [i for i in axes if i >= x.dim() - 2]
-    return next(iter(last + axes), None)
+    return next((i for i in axes if i >= x.dim() - 2), next(iter(axes), None))
 
 
 # What transformers hands to the layers of every stack, or lets through to them.
@@ -133,6 +132,5 @@ class Arguments:
         axes = [None if i is None else self.axes[i] for i in given]
         # a tile's input, which would live until backward; the caller passes whole rows
         whole[new[0]] = None
-        bounds = batch.document_bounds
-        mixer = Mixer(module, whole, spec, new[0], axes, self.B, configs, batch, bounds)
-        return mixer, leaves[new[0]]
+        given = (spec, new[0], axes, self.B, configs, batch, batch.document_bounds)
+        return Mixer(module, whole, *given), leaves[new[0]]

@@ -102,7 +102,8 @@ class Backward:
         # D
         dx = back(dqkv, dsinks)
         if dx is not None:
-            self.dx = dx if self.dx is None else self.dx.add_(dx)
+            # not in place: behind `x + f(x)` it is dy itself
+            self.dx = dx if self.dx is None else self.dx + dx
         next(held, None)  # frees its slot
 
     def outs_kept(self, dy: Tensor) -> None:

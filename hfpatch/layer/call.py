@@ -135,8 +135,9 @@ class LayerCall(Kept):
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.
             if self.queue is not None:
-                room = self.runtime.copy_room if keeping == "policy" else 0
-                self.queue.transfers.settle(room=room)
+                self.queue.transfers.settle(
+                    room=self.runtime.copy_room if keeping == "policy" else 0
+                )
         if self.traced.autocast is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()

@@ -25,6 +25,7 @@ class Condition:
         reason: why every call runs untiled; None if tiles are possible.
         now: why every call of the current forward runs untiled, or None.
         draws: something in the layer draws random numbers, as a call has shown.
+        drops: its attention is called with dropout, as a call has shown.
         mixing: the modules that mix tokens, those that call attention first.
         experts: the fused experts inside, and PEFT's wrappers of them (adapted_experts.py).
         can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
@@ -36,6 +37,7 @@ class Condition:
     reason: Why | None = None
     now: Why | None = None
     draws: bool = False
+    drops: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
     experts: tuple[dict, list] = field(init=False)
     can_skip: dict = field(default_factory=dict)

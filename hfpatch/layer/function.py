@@ -50,7 +50,8 @@ class LayerFunction(torch.autograd.Function):
 
 def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors;
-    nothing if it turned out to draw random numbers, which traced.condition then says.
+    nothing if it turned out to draw random numbers, or to drop attention's scores, which
+    traced.condition then says.
 
     runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is
     needed.
@@ -73,29 +74,32 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
         layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, state=state,
         shards=runtime.shards if policy.every == 1 else None, attention=attention, **timed,
     )  # fmt: skip
+    real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
+    watched = Generators(device) if real and traced.rng is None else None
+    known = traced.condition.drops
     # [Step 2] Without a gradient nothing is kept.
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         # There is no queue before a training step with this tier.
         call.queue = runtime.queues.get((device, policy.offload))
         with torch.no_grad():
-            return call.forward(x, keeping=None)
-    # [Step 3] Whether gate and up are kept (the policy says it by layer), the meter's step that
-    # measures this call, and its links: the queue of its copies, the call of the layer below, whose
-    # backward is next, and with every > 1 the calls of its segment.
-    if policy.keeps_gates(layer._hfpatch.index):
-        call.keeps_gates = gate_up_columns(layer, traced.traits, device.type) > 0
-    meter = runtime.meters.get(device)
-    call.step = meter and meter.step
-    runtime.link(call, x)
-    # [Step 4] The run. If the generators' states changed, the layer draws random numbers (dropout,
-    # noise before a router): it has to run once more, from the saved states.
-    real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-    watched = Generators(device) if real and traced.rng is None else None
-    outputs = LayerFunction.apply(call, x, *tensors)
-    state.ran()
+            outputs = call.forward(x, keeping=None)
+    else:
+        # [Step 3] Whether gate and up are kept (the policy says it by layer), the meter's step that
+        # measures this call, and its links: the queue of its copies, the call of the layer below,
+        # whose backward is next, and with every > 1 the calls of its segment.
+        if policy.keeps_gates(layer._hfpatch.index):
+            call.keeps_gates = gate_up_columns(layer, traced.traits, device.type) > 0
+        meter = runtime.meters.get(device)
+        call.step = meter and meter.step
+        runtime.link(call, x)
+        outputs = LayerFunction.apply(call, x, *tensors)
+        state.ran()
+        runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
+    # [Step 4] If the generators' states changed, the layer draws random numbers (dropout, noise
+    # before a router): it has to run once more, from the saved states. With dropout in its attention
+    # it then runs untiled.
     if watched is not None and watched.drew():
         traced.condition.draws = True
         watched.put_back()
         return []
-    runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
-    return list(outputs)
+    return list(outputs) if traced.condition.drops == known else []

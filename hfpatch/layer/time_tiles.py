@@ -72,8 +72,7 @@ class TimeTiles:
     def _cut(self, mixer, rows: slice, start: int, end: int, past: int = 0) -> list:
         chunk = chunk_of(mixer.module)
         tile = self.tile // (mixer.B if rows == slice(None) else 1)
-        tile = max(chunk, tile // chunk * chunk)
-        return cut_document(start, end, tile, past % chunk)
+        return cut_document(start, end, max(chunk, tile // chunk * chunk), past % chunk)
 
     def place(self, a: int) -> int:
         """The index, in the batch's rows, of token `a` of x."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.budget.policy import LEAST, Checkpointing
@@ -49,6 +50,8 @@ class TowerBlock:
         x = args[0] if args else None
         stock = known is None or torch.compiler.is_compiling() or not self.training
         stock = stock or not isinstance(x, Tensor) or x.dim() < 2
+        # A block that writes to a cache (a second decoder's) cannot run again.
+        stock = stock or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
         if stock or needs_no_gradient(self, args, kwargs):
             return super().forward(*args, **kwargs)
 

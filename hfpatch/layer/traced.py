@@ -121,6 +121,7 @@ class Traced:
             self._run(note, x_BtD, args, kwargs)
             raise note.not_stopped()
         self.attention_options = [call.options() for call in note.calls]
+        self.condition.drops |= any(call.dropout for call in note.calls)
         shared = kwargs.get(SHARED_KEYS)
         if shared is not None:
             self.left = left_by(shared.written, note.calls)

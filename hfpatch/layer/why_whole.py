@@ -174,14 +174,6 @@ def _other_attention(layer: nn.Module, condition) -> str | None:
     return None
 
 
-def _drops_scores(layer: nn.Module, condition) -> bool:
-    for attn in condition.mixing if layer.training else ():
-        dropout = getattr(attn, "attention_dropout", 0.0)
-        if dropout.p if isinstance(dropout, nn.Dropout) else dropout:
-            return True
-    return False
-
-
 def _draws(layer: nn.Module, condition) -> str | None:
     """Dropout draws for each token, also LoRA's. A user's own layer may draw once for a row."""
     if not (condition.draws and layer.training):
@@ -281,7 +273,11 @@ REASONS = (
         "hooks on every module of the process",
         lambda layer, c: c.snapshot.inside and hooks_on_all(),
     ),
-    _forward("dropout", "attention dropout in training", _drops_scores),
+    _forward(
+        "dropout",
+        "attention dropout in training",
+        lambda layer, c: c.drops and layer.training,
+    ),
     _forward(
         "draws",
         "random numbers that tokens may share, in {a layer of your own or an adapter}",

@@ -99,8 +99,8 @@ class TellsPositions(KeepsSignature):
     """For models that keep their own loss: hands positions and labels on to the decoder, which
     isolates packed documents, and computes padding that the loss reads as transformers does."""
 
-    def _hfpatch_forward(self, args, kwargs):
-        return self._hfpatch_stock(kwargs | dict(zip(self._hfpatch_takes.positional, args)))
+    def _hfpatch_forward(self, kwargs):
+        return self._hfpatch_stock(kwargs)
 
     def _hfpatch_stock(self, kwargs, **outer):
         if torch.compiler.is_compiling():
@@ -164,8 +164,7 @@ class FusedCausalLM(TellsPositions):
         embeds = None if asks_for("output_hidden_states", self, kwargs) else self
         return super()._hfpatch_stock(kwargs, causal=True, embeds=embeds)
 
-    def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(self._hfpatch_takes.positional, args)
+    def _hfpatch_forward(self, kwargs):
         if self._hfpatch_head_name is None:
             return super().forward(**kwargs)
         labels = kwargs.get("labels")

@@ -96,15 +96,11 @@ class Logits(Tensor):
 
     def cross_entropy(self, labels, **options) -> Tensor:
         """The loss, computed inside one call of the head."""
-        hidden = self.hidden
-        scale = self.inner * (self.outer or 1.0)
-        if scale != 1:
-            hidden = hidden * scale
         head = self.owner._hfpatch_head()
         options["softcap"] = self.outer
-        loss = partial(_loss_over, self.words)
+        loss = partial(_loss_over, self.words, self.inner * (self.outer or 1.0))
         with autocast(self.device.type, self.cast):
-            return through(head, loss, hidden, labels, **options)
+            return through(head, loss, self.hidden, labels, **options)
 
     @classmethod
     @torch.compiler.disable  # dynamo cannot trace tensors without memory
@@ -204,8 +200,10 @@ _OF_ITS_SHAPE = {
 }  # fmt: skip
 
 
-def _loss_over(words, hidden, weight, labels, bias: Tensor | None = None, **options) -> Tensor:
-    """The loss over the first `words` rows of the head, or over all of them."""
+def _loss_over(words, scale, hidden, weight, labels, bias: Tensor | None = None, **options):
+    """The loss over the first `words` rows of the head, or over all of them, of scaled logits."""
+    if scale != 1:  # here: the head's own hooks see the hidden states as they are
+        hidden = hidden * scale
     if words is not None:
         weight = weight[:words]
         bias = None if bias is None else bias[:words]

@@ -157,9 +157,8 @@ def _acted(gate, up, activation, alpha, limit):
 
 def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
     gate, up = _gate_up(gu, bias, ids, interleaved)
-    act = _acted(gate, up, activation, alpha, limit)
-    w_S1 = w.to(gate.dtype)[:, None]
-    return (act * w_S1).to(gu.dtype)
+    act = _acted(gate, up, activation, alpha, limit)  # [S, F]
+    return (act * w.to(gate.dtype)[:, None]).to(gu.dtype)
 
 
 def _act_fake(gu, w, *_):

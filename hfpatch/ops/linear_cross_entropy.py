@@ -383,5 +383,6 @@ def linear_cross_entropy(
         return loss if reduction == "none" else loss.sum() / total_by
     # [Step 4] Any other scalar gets its gradients now.
     numbers = {"smoothing": label_smoothing, "z_loss": z_loss}
-    grad = torch.is_grad_enabled()
-    return _total(hidden_ND, weight, bias, labels_N, total_by, opts, numbers, grad)
+    return _total(
+        hidden_ND, weight, bias, labels_N, total_by, opts, numbers, torch.is_grad_enabled()
+    )

@@ -65,8 +65,7 @@ def _bwd(dy, x, weight, rstd, offset, need_dw):
         dw = dw_ND.sum(0).to(weight.dtype)
     g = dy * _factor(weight, offset, wide)
     x_hat *= (g * x_hat).mean(-1, keepdim=True)
-    dx = (g - x_hat).mul_(rstd)
-    return dx.to(x.dtype).contiguous(), dw
+    return (g - x_hat).mul_(rstd).to(x.dtype).contiguous(), dw
 
 
 def _y_dtype(dtype, weight, cast):

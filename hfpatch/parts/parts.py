@@ -28,6 +28,7 @@ from hfpatch.compat import (
     twin_of,
     values_for_now,
 )
+from hfpatch.context.class_code import reached, wrote
 from hfpatch.context.current import current
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
@@ -107,11 +108,10 @@ def _norm_variant(
     probe = kind.__new__(kind)
     nn.Module.__init__(probe)
     vars(probe).update(dict(flags) | {eps_name: eps})
-    settings = dict(vars(probe))
     offsets = (0.0, 1.0) if weighted else (0.0,)
     for exact, offset, cast in product((True, False), offsets, CASTS):
         if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
-            return None if attributes_set(probe, settings) else (eps_name, offset, cast)
+            return eps_name, offset, cast
     return None
 
 
@@ -125,6 +125,7 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
         weight = make(64).to(w_dtype).requires_grad_() if weighted else None
         leaves = [x, weight] if weighted else [x]
         parameters_of(probe)["weight"] = weight
+        before = reached(probe)
         try:
             theirs = with_gradients((probe(x),), leaves)
         except Exception:  # a family's code may raise anything on a probe: it is another norm then
@@ -133,14 +134,9 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
         ours = with_gradients((y,), leaves)
         # Gradients of 16 bits are sums of rounded terms: those of float32 tell.
         steps = (4, 4096, 4096) if x_dtype == torch.float32 else (int(not exact),)
-        if not all(map(close, ours, theirs, steps)):
+        if wrote(before, probe) or not all(map(close, ours, theirs, steps)):
             return False
     return True
-
-
-def attributes_set(module: nn.Module, before: dict) -> list[str]:
-    """The attributes that the module's forward has set. before: a copy of its `__dict__`."""
-    return [name for name, value in vars(module).items() if before.get(name) is not value]
 
 
 def with_gradients(ys, leaves) -> list[Tensor]:
@@ -233,10 +229,10 @@ def _as_trained(mlp: nn.Module, inputs) -> tuple[list[list[Tensor]], str | None]
     None. from_pretrained returns models in eval mode, without their dropout."""
     drawn = torch.get_rng_state()
     with values_for_now([(vars(module), "training", True) for module in mlp.modules()]):
-        settings = dict(vars(mlp))
+        before = [reached(module) for module in mlp.modules()]
         outs = [_run(mlp, x) for x in inputs]
         reasons = {
-            "its forward sets attributes": attributes_set(mlp, settings),
+            "its forward writes to more than its output": any(map(wrote, before, mlp.modules())),
             "it draws random numbers": not torch.equal(torch.get_rng_state(), drawn),
         }
     return outs, next((reason for reason, holds in reasons.items() if holds), None)
@@ -263,8 +259,7 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         modules[name] = nn.utils.skip_init(
             nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
         )
-        weight = torch.randn(n_out, n_in, generator=generator) / 4
-        modules[name].weight.data.copy_(weight)
+        modules[name].weight.data.copy_(torch.randn(n_out, n_in, generator=generator) / 4)
     twin = twin_of(mlp, modules)
     ours = twin_of(mlp, modules)
     ours.__class__ = _FusedTwin

@@ -29,8 +29,7 @@ def base_of(module: nn.Module) -> nn.Module | None:
         return module
     kind = type(module)
     lora = "peft.LoraLayer" in kinds_of(kind) and kind.__module__.startswith("peft.tuners.lora")
-    ordinary = lora and not getattr(module, "lora_variant", None)
-    return base_of(base) if ordinary else None
+    return base_of(base) if lora and not getattr(module, "lora_variant", None) else None
 
 
 def _four_bits(module, dtype) -> Tensor:

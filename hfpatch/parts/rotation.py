@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
-from hfpatch.context.class_code import as_probed
+from hfpatch.context.class_code import as_probed, reached, wrote
 from hfpatch.parts.parts import close, with_gradients
 from hfpatch.parts.unread import UnreadRotation, is_unread
 
@@ -117,6 +117,7 @@ def _rope_reason(forward, theirs) -> str | None:
     code = getattr(forward, "__code__", None)
     if code is None or theirs is None or "apply_rotary_pos_emb" not in code.co_names:
         return "no plain apply_rotary_pos_emb in its forward"
+    before = reached(theirs)
     for dtype, of_angles in _DTYPES:
         args = _rotation_probe(dtype, of_angles)
         try:
@@ -128,4 +129,4 @@ def _rope_reason(forward, theirs) -> str | None:
                 return "its rotation is another"
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its rotation takes other arguments ({type(error).__name__})"
-    return None
+    return "its rotation writes to more than its output" if wrote(before, theirs) else None

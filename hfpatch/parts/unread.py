@@ -41,8 +41,7 @@ class _Product(torch.autograd.Function):
         ctx.make = None if isinstance(weight, Tensor) else weight
         # A frozen weight needs no x; a saved x would live next to its own gradient.
         saved_x = x if ctx.needs_input_grad[1] else None
-        saved_weight = None if ctx.make else weight
-        ctx.save_for_backward(saved_x, saved_weight)
+        ctx.save_for_backward(saved_x, None if ctx.make else weight)
         if value is None:
             if ctx.make is not None:
                 weight = ctx.make(x.dtype)

@@ -64,8 +64,7 @@ class DiskDirectory:
         jobs = []
         for a in range(start, stop, PIECE):
             bounds = (a, min(a + PIECE, stop))
-            place = at + a - start
-            jobs.append(self.threads.submit(work, file, place, loan, bounds, *args))
+            jobs.append(self.threads.submit(work, file, at + a - start, loan, bounds, *args))
         return jobs
 
     # -- writing -----------------------------------------------------------------------------------
@@ -141,8 +140,7 @@ class DiskDirectory:
         landed[1] = self.device.mark(stream, blocking=True)
         # A thread may write to the oldest's memory again. Ctrl-C here leaves more than one to go.
         while len(self.landing) > UNDER_WAY:
-            copied = self.landing[0][1]
-            self.device.synchronize(copied)
+            self.device.synchronize(self.landing[0][1])
             self.landing.popleft()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfpatch.budget.first import first_policy, first_tile, step_bytes
+from hfpatch.budget.first import first_policy, first_tile
 from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import Checkpointing
 
@@ -39,34 +39,6 @@ def test_a_host_that_is_too_small_is_said():
     assert first(host=32 * GiB, layers=7).saves_attention  # the others keep nothing
     for settings in ({"offload": "gpu"}, {"offload": "/tmp"}, {"every": 4}):
         first(settings=settings, host=16 * GiB)
-
-
-def test_a_short_host_has_one_input_of_several_layers():
-    """Up to as many as there are segments; a user's own number stays."""
-    for gib, every in ((64, 1), (32, 2), (20, 2), (16, 3), (12, 4), (9, 5), (8, 6)):
-        found = first(host=gib * GiB)
-        assert (found.every, found.saves_attention) == (every, False)
-    for settings, whole in (({"every": 1}, False), ({"keep": "attention"}, False), ({}, True)):
-        with pytest.raises(ValueError):
-            first(settings=settings, host=32 * GiB, whole=whole)
-
-
-def test_heads_go_at_once_where_twelve_tensors_have_room():
-    assert [first(free=n * GiB).aim for n in (13, 11)] == ["fastest", "least"]
-    assert first(free=None).aim == first(settings={"aim": "least"}, free=70 * GiB).aim == "least"
-
-
-def test_a_segment_holds_two_more_tensors_for_each_further_layer():
-    """So that a larger card, whose weights stay on it, has room for no fewer tokens."""
-    found = [first(host=20 * GiB, free=n * GiB) for n in (15, 13)]
-    assert [(f.every, f.aim) for f in found] == [(2, "fastest"), (2, "least")]
-    less, more = (step_bytes(Checkpointing("host", k, 8192), 131072, 4096, 2) for k in (2, 5))
-    assert more - less == 6 * GiB
-
-
-def test_mixers_take_a_tile_that_an_eighth_of_the_card_holds():
-    assert first(chains=True).tile == 8192 and first(chains=True, card=24 * GiB).tile == 2048
-    assert first(card=24 * GiB).tile == 4096
 
 
 @pytest.mark.parametrize("rows, tile", [(1000, 1024), (32768, 1024), (65536, 2048), (131072, 4096)])

@@ -60,18 +60,6 @@ def test_a_layer_that_keeps_all_leaves_room_for_a_widest_tensor_in_one_piece():
     assert plan(rows, room - wide, able=able, made=made).policy.plain == 5
 
 
-def test_a_kind_that_never_kept_all_is_tried_alone():
-    made = call(8192, kinds=["a", "b", "a", "b", None])
-    kinds = {"a": Kind(KEPT, {"after": [TILE, 0.0]}), "b": Kind(None, {"after": [TILE, 0.0]})}
-    found = climb(
-        LEAST, made, kinds, Checkpointing(), Abilities(), 8192, 200 * GiB
-    )  # fmt: skip
-    assert found.keeps_all == [True, False, True, True, False]
-    kinds["b"] = Kind()  # nothing is known of it
-    found = climb(LEAST, made, kinds, Checkpointing(), Abilities(), 8192, 200 * GiB)
-    assert found.keeps_all == [True, False, True, False, False]
-
-
 def test_gate_and_up_go_to_the_host_as_far_as_the_link_has_time():
     made = call(8192)
     made.seconds.put(8192, 1.0)

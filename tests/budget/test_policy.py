@@ -15,7 +15,6 @@ from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import (
     Checkpointing,
-    auto_tile,
     parse_checkpointing,
 )
 from hfpatch.planner.machine import gpu_limit, host_limit
@@ -39,17 +38,6 @@ def test_tiles_come_in_whole_rows_of_matmuls():
         14592,
     ]
     assert tile_bounds(1, 131_072, 8192)[0] == (0, 8192)
-
-
-def test_tiles_are_at_most_8192_rows():
-    assert [auto_tile(n) for n in (1, 8192, 8193, 32768, 32769, 1 << 20)] == [
-        8192,
-        8192,
-        4096,
-        4096,
-        8192,
-        8192,
-    ]
 
 
 # --- the readers, on a root folder of our making --------------------------------------------------

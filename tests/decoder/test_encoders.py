@@ -8,6 +8,9 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -89,3 +92,14 @@ def test_a_decoder_layer_called_by_hand_beside_an_encoder_is_exact():
         assert got.keys() == true.keys()
         for name, wanted in true.items():
             assert (got[name] - wanted).norm() <= 1e-6 * wanted.norm().clamp_min(1e-9), name
+
+
+def test_a_second_decoder_writes_to_its_cache_once():
+    """Of two BERTs the first is taken for the decoder; the other's blocks come with a cache."""
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    half = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                      intermediate_size=48, vocab_size=97, **dropout)  # fmt: skip
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(half, half)
+    config.update({"decoder_start_token_id": 1, "pad_token_id": 0})
+    stock = EncoderDecoderModel(config=config).train()
+    tiny.assert_as_good(tiny.patched(stock), stock, tiny.labelled())

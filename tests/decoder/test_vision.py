@@ -10,6 +10,7 @@ import torch
 import transformers
 from test_families import assert_close, step
 from test_mixers import lengths
+from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -246,3 +247,25 @@ def test_a_tower_keeps_the_inputs_of_its_blocks():
 def test_a_model_without_a_tower_has_none():
     ours = tiny.llama()
     assert not any("blocks of" in note for note in hfpatch.apply(ours).notes)
+
+
+def test_images_of_padded_rows_stay_with_their_rows():
+    """Llama 3.2's cross-attention layers get an image's states for each row of the batch."""
+    vision = TOWER | {"attention_heads": 2, "num_global_layers": 1, "max_num_tiles": 1,
+                      "patch_size": 8, "vision_output_dim": 64, "intermediate_layers_indices": [0],
+                      "supported_aspect_ratios": [[1, 1]]}  # fmt: skip
+    config = transformers.MllamaConfig(vision_config=vision, image_token_index=IMAGE)
+    config.text_config = scaled_config(config.text_config, 4)
+    config.text_config.cross_attention_layers = [1, 3]
+    torch.manual_seed(0)
+    stock = transformers.MllamaForConditionalGeneration(config).double().train()
+    for layer in (1, 3):
+        nn.init.ones_(stock.model.language_model.layers[layer].cross_attn_attn_gate)
+    mask = (torch.arange(tiny.TOKENS) < torch.tensor([[24], [17]])).long()
+    ids = tiny.ids() % 50 * mask
+    given = {"input_ids": ids, "labels": ids - 100 * (1 - mask), "attention_mask": mask,
+             "pixel_values": torch.randn(2, 1, 1, 3, 16, 16).double(),
+             "aspect_ratio_ids": torch.ones(2, 1).long(),
+             "aspect_ratio_mask": torch.ones(2, 1, 1).long(),
+             "cross_attention_mask": torch.ones(2, tiny.TOKENS, 1, 1).long()}  # fmt: skip
+    assert_close(*(step(model, given)[2] for model in (tiny.patched(stock), stock)))

@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 from hfpatch.lab.profile import run as writer
 from hfpatch.lab.profile.picture import draw
 from hfpatch.lab.profile.report import markdown, module_table
-from hfpatch.lab.profile.timeline import SLICES, Run, measure
-from hfpatch.lab.simulate.ledger import Block
-from tests.lab.test_timeline import MIB, a_run, ledger_of
+from hfpatch.lab.profile.timeline import Run
+from tests.lab.test_timeline import MIB, a_run
 
 
 @pytest.fixture
@@ -90,16 +89,6 @@ def test_the_picture_shows_the_peak_that_the_report_names(runs):
     top = areas[-1].get_paths()[0].vertices[:, 1].max()  # of the stack's last category
     assert top == run.peak_bytes / MIB == 17
     assert axis.get_title().endswith("peak 17.0 MiB") and "**17.0 MiB**" in markdown(runs)
-
-
-def test_a_picture_keeps_a_peak_that_is_shorter_than_a_pixel():
-    run = Run("hf", 128, phases=[["forward", 0, 18002]])
-    births = [2 * i + 2 * (i >= 4500) for i in range(9000)]
-    blocks = [Block(MIB, at, "", "", "", category="other", died=at + 1) for at in births]
-    blocks.append(Block(40 * MIB, 9000, "", "", "", category="loss", died=9001))
-    measure(run, ledger_of(blocks))
-    assert len(run.curve) <= 2 * SLICES + 2
-    assert max(sum(level) for _, level in run.curve) == run.peak_bytes
 
 
 def test_without_matplotlib_a_note_says_what_to_install(tmp_path, runs, monkeypatch):

@@ -15,32 +15,10 @@ from tiny import gradients, largest_difference, stock_loss
 import hfpatch
 from hfpatch.store.device import Device
 from hfpatch.store.pool import Area
-from hfpatch.store.transfers import HostPool, Transfers
+from hfpatch.store.transfers import Transfers
 from tests.layer.deep import pair, tokens
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
-
-
-def test_pool_takes_exact_sizes_and_reuses_them():
-    pool = HostPool(Device(torch.device("cpu")))
-    odd = 131073 * 4096 * 2 // 512
-    a = pool.take(odd)
-    first = a.bytes.data_ptr()
-    assert (
-        odd <= a.bytes.numel() < odd + 64
-        and pool.bytes_held == a.bytes.numel()
-        and pool.bytes_free == 0
-    )
-    held = pool.bytes_held
-    del a
-    a = pool.take(odd)
-    assert a.bytes.data_ptr() == first and pool.bytes_held == held
-    del a
-    a = pool.take(odd + 64)
-    assert pool.bytes_held == 2 * held, "twice the bytes of the block that was too small"
-    del a
-    pool.give_back()
-    assert pool.bytes_held == 0
 
 
 def test_pieces_never_overlap_and_gaps_are_found():

@@ -79,8 +79,7 @@ def sizes(func, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return batch, heads, k.shape[1], rows, k.shape[2], width
     rows, heads, width = q.shape[-3:]
     columns, kv_heads, _ = k.shape[-3:]
-    batch = q.shape[0] if q.dim() == 4 else 1
-    return batch, heads, kv_heads, rows, columns, width
+    return q.shape[0] if q.dim() == 4 else 1, heads, kv_heads, rows, columns, width
 
 
 def window(func, args, kwargs) -> int | None:
@@ -132,8 +131,7 @@ def matmul_shape(func, args) -> tuple[int, float, float, float] | None:
     rows, inner = a.shape[-2:]
     columns = b.shape[-1]
     if packet not in GROUPED or a.dim() == b.dim() == 3:
-        count = a.shape[0] if a.dim() == 3 else 1
-        return count, rows, inner, columns
+        return a.shape[0] if a.dim() == 3 else 1, rows, inner, columns
     if a.dim() == b.dim() == 2:  # a weight's gradient: each group sums over its part
         groups = args[2].shape[0] if len(args) > 2 else 1
         return groups, rows, inner / groups, columns
@@ -221,8 +219,7 @@ def _copied(func, x: Tensor) -> int:
     """Bytes of the copy that flash attention's backward makes of out or of its gradient."""
     if func in _ANY_STRIDES:
         return 0
-    rows_first = x if func in _ROWS_FIRST else x.transpose(1, 2)
-    return 0 if rows_first.is_contiguous() else x.nbytes
+    return 0 if (x if func in _ROWS_FIRST else x.transpose(1, 2)).is_contiguous() else x.nbytes
 
 
 def scratch_bytes(func, args) -> int:

@@ -71,7 +71,7 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
     def blocks(*bounds):
         if bounds not in ((chunks,), (0, chunks)):
             return range(*bounds)
-        begins = [min(a, chunks - size) for a in range(0, chunks, size)]
+        begins = (min(a, chunks - size) for a in range(0, chunks, size))
         return [slice(a, a + size) for a in begins]
 
     given = kwargs.get("initial_state")
