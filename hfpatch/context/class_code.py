@@ -1,7 +1,7 @@
 """The code that a class of modules runs: whether it changed since `apply`, and what it writes to."""
 
 import inspect
-from types import FunctionType
+from types import CellType, FunctionType
 
 from torch import nn
 
@@ -47,7 +47,7 @@ def reached(value, depth: int = 4) -> list:
         inner = code.values() if isinstance(code, dict) else code
     elif own and isinstance(code, FunctionType):
         inner = [code.__globals__.get(name) for name in code.__code__.co_names]
-        inner += [cell.cell_contents for cell in code.__closure__ or ()]
+        inner += [cell.cell_contents for cell in code.__closure__ or () if cell != CellType()]
     elif isinstance(code, nn.Module):
         inner = [*vars(code).values(), *code_of_class(type(code))]
     elif own:

@@ -293,10 +293,7 @@ def decide(
     return None, line, changes | more
 
 
-_APART = (
-    "pass seq_idx and cu_seq_lens_q where its kernels take both, leave checkpointing on, or do not "
-    "pack"
-)
+_APART = "pass seq_idx and cu_seq_lens_q if its kernels take both, or leave checkpointing on"
 
 
 def _refuse_mixed_documents(inputs: Inputs, traits: StackTraits) -> None:
@@ -387,10 +384,8 @@ def _by_transformers(inputs: Inputs, traits: StackTraits, why: str) -> tuple[str
         refuse_packed(inputs.kind, "pass no mask and attn_implementation='sdpa', or do not pack")
     if not (traits.ours and inputs.tiled and inputs.trains):
         return None, changes  # the report tells of a stack that cannot have hfpatch's attention
-    return (
-        f"the layers of {inputs.kind.__name__} run untiled, their inputs offloaded: {why}.",
-        changes,
-    )
+    line = f"the layers of {inputs.kind.__name__} run untiled, their inputs offloaded: {why}."
+    return line, changes
 
 
 def cached_tokens(cache) -> int | None:

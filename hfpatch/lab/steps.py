@@ -116,8 +116,8 @@ class Steps:
 
     def carried_on(self, tokens: int, policy: Checkpointing) -> bool:
         """Whether a step of rows of `tokens` tokens is carried on from shorter rows."""
-        long = self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
-        return policy.offload != "off" and long
+        tiled = policy.offload != "off"
+        return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
 
     def cost(
         self, tokens: int, policy: Checkpointing, ahead: tuple = FREE, deep: bool = True

@@ -121,12 +121,12 @@ class Traced:
             self._run(note, x_BtD, args, kwargs)
             raise note.not_stopped()
         self.attention_options = [call.options() for call in note.calls]
-        self.condition.drops |= any(call.dropout for call in note.calls)
         shared = kwargs.get(SHARED_KEYS)
         if shared is not None:
             self.left = left_by(shared.written, note.calls)
         parts = []
         for call in note.calls:
+            self.condition.drops |= call.dropout > 0
             parts += [x.transpose(1, 2) for x in (call.q_BHTE, call.k_BKTE, call.v_BKTE)]
         self.mixers = []
         for name in self.traits.mixers:

@@ -70,9 +70,9 @@ def _backward(ctx, dq, dk):
     dtype = q_dtype if q_dtype == k_dtype else None
     # The gradient of a result that nobody reads is None, and so is that of its input: with zeros, an
     # optimizer would decay the weights.
-    given = [dy for dy in (dq, dk) if dy is not None]
-    if given:
-        found = ROPE(given[0], given[-1], *ctx.saved_tensors, not ctx.transpose, dtype)
+    given = dk if dq is None else dq, dq if dk is None else dk
+    if given[0] is not None:
+        found = ROPE(*given, *ctx.saved_tensors, not ctx.transpose, dtype)
         dq = None if dq is None else found[0].to(q_dtype)
         dk = None if dk is None else found[1].to(k_dtype)
     return dq, dk, None, None, None, None

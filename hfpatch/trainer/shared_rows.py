@@ -64,5 +64,4 @@ def _runs_on_a_part(stack: PatchedStack) -> bool:
     traits = stack._hfpatch.traits
     if traits.mixers and (not traits.timed or stack._hfpatch.runtime is None):
         return False
-    causal = getattr(stack.config, "is_causal", True)
-    return bool(traits.ours and standard(stack.config) and causal)
+    return bool(traits.ours and standard(stack.config) and getattr(stack.config, "is_causal", True))
