@@ -32,7 +32,8 @@ def rotates_and_adds(q, k, cos, sin, rotate=hf.apply_rotary_pos_emb):
 
 class AddingMLP(hf.LlamaMLP):
     def forward(self, x):
-        ADDED.append(self.gate_proj(x).square().mean())
+        if x.requires_grad:
+            ADDED.append(self.gate_proj(x).square().mean())
         return super().forward(x)
 
 
@@ -70,13 +71,20 @@ class HandsOn(LlamaForCausalLM):
         return super().forward(input_ids, *args, **kwargs)
 
 
-def test_arguments_by_position_reach_a_forward_that_hands_them_on():
-    stock = tiny.llama(HandsOn)
+class HandsOnInAnotherOrder(LlamaForCausalLM):
+    def forward(self, attention_mask, input_ids, *args, **kwargs):
+        return super().forward(input_ids, attention_mask, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [HandsOn, HandsOnInAnotherOrder])
+def test_arguments_by_position_reach_a_forward_that_hands_them_on(kind):
+    stock = tiny.llama(kind)
     given = tiny.labelled()
     mask = (torch.arange(tiny.TOKENS) >= torch.tensor([[0], [9]])).long()
     found = []
     for model in (tiny.patched(stock), stock, tiny.exact(stock)):
-        model(given["input_ids"], mask, labels=given["labels"]).loss.backward()
+        two = [given["input_ids"], mask][:: 1 if kind is HandsOn else -1]
+        model(*two, None, labels=given["labels"]).loss.backward()
         found.append(tiny.gradients(model))
     tiny.assert_within(*found)
 

@@ -130,8 +130,9 @@ def _packed_backward(
     backward = BACKENDS[backend][1]
     for a, b in zip(documents.bounds, documents.bounds[1:]):
         given = [_turned(x[None, a:b]) for x in flat]
-        pieces = backward(*given, lse[None, :, a:b].contiguous(), state, scale)
-        for grad, piece in zip(grads, pieces):
+        for grad, piece in zip(
+            grads, backward(*given, lse[None, :, a:b].contiguous(), state, scale)
+        ):
             grad[a:b] = piece[0].transpose(0, 1)
     return [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
 

@@ -97,8 +97,7 @@ def _efficient_backward(dout, q, k, v, out, lse, state, scale):
     k = _for_each_head(q.shape[1], k)
     v = _for_each_head(q.shape[1], v)
     # The kernel pads its lse to blocks of 32 tokens; the lse of a document is not padded.
-    missing = -lse.shape[2] % 32
-    lse = nn.functional.pad(lse, (0, missing), value=float("inf"))
+    lse = nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, None, out, lse, *state, 0.0, [True, True, True, False], True, scale=scale
     )

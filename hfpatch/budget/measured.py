@@ -43,8 +43,7 @@ class Line:
     points: list = field(default_factory=list)
 
     def put(self, tokens: int, value: float) -> None:
-        near = rounded(tokens)
-        self.points = [p for p in self.points if rounded(p[0]) != near]
+        self.points = [p for p in self.points if rounded(p[0]) != rounded(tokens)]
         insort(self.points, [tokens, value])
 
     def _around(self, tokens: int):
@@ -224,8 +223,8 @@ def climb(
     tiled = sum(kind is not None for kind in sizes.kinds) - policy.plain
     count = min(tiled, sent_in_time(sizes, able, rows, tiled)) if gate_up else 0
     if count > 0:
-        nothing = len(sizes.kinds) - policy.plain - tiled  # layers below, which keep nothing
-        plan.policy = replace(policy, keep=nothing + count)
+        # The layers below these keep nothing.
+        plan.policy = replace(policy, keep=len(sizes.kinds) - policy.plain - tiled + count)
     return plan
 
 

@@ -183,7 +183,7 @@ def twin_of(module: nn.Module, modules: dict) -> nn.Module:
     twin = module.__class__.__new__(module.__class__)
     # Its forward may write to what it holds.
     vars(twin).update(
-        {n: copy(x) if isinstance(x, dict | list | set) else x for n, x in vars(module).items()}
+        {n: copy(x) if type(x) in (dict, list, set) else x for n, x in vars(module).items()}
     )
     vars(twin).update(_parameters={}, _modules=dict(modules))
     return twin

@@ -1,13 +1,18 @@
 """The code that a class of modules runs: whether it changed since `apply`, and what it writes to."""
 
-import inspect
-from types import CellType, FunctionType
+import dis
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from types import CellType, FunctionType, ModuleType
 
-from torch import nn
+from torch import Tensor, nn
 
 from hfpatch.compat import code_of_class
 from hfpatch.context.classes import LIBRARIES, home_of
 
+MOST = 2000  # objects that `reached` looks at
+_PLAIN = {int, float, str, bool, type(None)}
 _probed: dict[type, tuple] = {}
 
 
@@ -34,31 +39,49 @@ def is_own(layer: nn.Module) -> bool:
     return not {home_of(one) for one in code - {None}} <= LIBRARIES
 
 
-def reached(value, depth: int = 4) -> list:
-    """What a forward may write to besides tensors, flat: a module's attributes, and the objects that
-    a user's own code names. `wrote` compares them before and after a run.
-
-    value: a module, a function, or what these hold.
-    """
-    code = inspect.unwrap(value) if isinstance(value, FunctionType) else value
-    own = home_of(code if isinstance(code, type | FunctionType) else type(code)) not in LIBRARIES
-    inner = ()
-    if isinstance(code, dict | list | tuple | set):
-        inner = code.values() if isinstance(code, dict) else code
-    elif own and isinstance(code, FunctionType):
-        inner = [code.__globals__.get(name) for name in code.__code__.co_names]
-        inner += [cell.cell_contents for cell in code.__closure__ or () if cell != CellType()]
-    elif isinstance(code, nn.Module):
-        inner = [*vars(code).values(), *code_of_class(type(code))]
-    elif own:
-        inner = getattr(code, "__dict__", {}).values()
-    found = [value]
-    for each in inner if depth else ():
-        found += reached(each, depth - 1)
+def reached(value) -> list:
+    """What a forward may write to, flat, from the nearest on: a module's attributes, what the user's
+    own code names, and what those hold. `wrote` compares it before and after a run."""
+    found = []
+    todo = deque([value])
+    seen = set()
+    while todo and len(found) < MOST:
+        one = todo.popleft()
+        found.append(one)
+        if type(one) in _PLAIN or id(one) in seen:
+            continue
+        seen.add(id(one))
+        with suppress(Exception):  # an object that raises as it is looked at
+            todo.extend(_held(one))
     return found
 
 
+def _held(one) -> list:
+    if isinstance(one, Tensor):
+        return [one._version]
+    if isinstance(one, dict | list | tuple | set | deque):
+        return [len(one), *islice(one.values() if isinstance(one, dict) else one, 99)]
+    if isinstance(one, nn.Module):
+        own = [c for c in type(one).__mro__ if home_of(c) not in LIBRARIES]
+        methods = [x for c in own for x in vars(c).values()]
+        return [*vars(one).values(), *code_of_class(type(one)), *methods]
+    home = (
+        one.__name__.partition(".")[0]
+        if isinstance(one, ModuleType)
+        else home_of(one if isinstance(one, type | FunctionType) else type(one))
+    )
+    if home in LIBRARIES:
+        return []
+    if not isinstance(one, FunctionType):
+        return list(vars(one).values())
+    named = [i.argval for i in dis.get_instructions(one) if i.opname == "LOAD_GLOBAL"]
+    cells = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+    wrapped = getattr(one, "__wrapped__", None)
+    return [*(one.__globals__.get(name) for name in named), *cells, one.__defaults__, wrapped]
+
+
 def wrote(before: list, value) -> bool:
-    """Whether something that `value` reaches was replaced, added or taken away since."""
+    """Whether something that `value` reaches was replaced, added, taken away or changed since."""
     now = reached(value)
-    return len(now) != len(before) or any(x is not y for x, y in zip(now, before))
+    same = (x is y or type(x) is int and x == y for x, y in zip(now, before))
+    return len(now) != len(before) or not all(same)

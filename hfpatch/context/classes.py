@@ -159,11 +159,8 @@ def other_forward(module: nn.Module) -> bool:
 
 
 def package_of(module: nn.Module) -> str:
-    """The package that defines the module's class, beneath a class that torch's FSDP made; that of
-    the class's forward, if a package of no known library put it there."""
-    kind = MADE_FROM[type(module)]
-    home = home_of(kind.forward)
-    return home_of(kind) if home in LIBRARIES else home
+    """The package that defines the module's class, beneath a class that torch's FSDP made."""
+    return home_of(MADE_FROM[type(module)])
 
 
 def is_watched(model, kwargs) -> bool:
@@ -172,7 +169,8 @@ def is_watched(model, kwargs) -> bool:
     inside = [m for m in modules_in(model)[1:] if not isinstance(m, nn.Embedding)]
     # These call no function for a module.
     code = {m.__dict__["forward"] for m in inside if "forward" in m.__dict__}
-    code |= {x for kind in {type(m) for m in inside} for x in code_of_class(MADE_FROM[kind])}
+    kinds = {type(m) for m in (model, *inside)}
+    code |= {x for kind in kinds for x in code_of_class(MADE_FROM[kind])}
     homes = {home_of(x) for x in code - {None}}
     theirs = package_of(model) == "transformers" and homes <= LIBRARIES
     if hooks_on_all() or watched_by_user(inside) is not None or not theirs:
@@ -192,6 +190,15 @@ def forwards_for_now(pairs):
 
 
 # --- forwards that keep the signature of transformers' own ----------------------------------------
+
+
+def _by_position(forward) -> list[str]:
+    """The names of a forward's arguments that may come by position, behind self; none if one of them
+    may come in no other way."""
+    _, *taken = inspect.signature(forward).parameters.values()
+    if any(p.kind is p.POSITIONAL_ONLY for p in taken):
+        return []
+    return [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 class KeepsSignature:
@@ -231,9 +238,9 @@ class KeepsSignature:
         taken = inspect.signature(base).parameters.values()
         any_name = any(p.kind is p.VAR_KEYWORD for p in taken)
         cls._hfpatch_takes = None if any_name else frozenset(p.name for p in taken)
-        if any_name:  # *args are handed on, to a forward that names them
-            given = [inspect.signature(f).parameters.values() for f in forwards]
-            named = (each for each in given if all(p.kind is not p.VAR_POSITIONAL for p in each))
-            taken = next(named, taken)
-        # by position: (self, ...) up to the first that is not
-        names = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+        names = _by_position(base)
+        # A forward that hands *args on, which the next one names.
+        hands_on = any_name and any(p.kind is p.VAR_POSITIONAL for p in [*taken][1:])
+        further = _by_position(forwards[1]) if hands_on and forwards[1:] else []
+        if further[: len(names)] == names:
+            names = further

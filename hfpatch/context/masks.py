@@ -81,8 +81,9 @@ class Batch:
                 visible = visible[rows, a:b]
             part = Batch(len(range(self.B)[rows]), b - a, self.device, visible)
             if part.B == 1 and visible is None:
-                first = (rows.start or 0) * self.T + a
-                part._rows[None] = self.rows().part(first, b - a, self.device)
+                part._rows[None] = self.rows().part(
+                    (rows.start or 0) * self.T + a, b - a, self.device
+                )
             self._parts[key] = part
         return self._parts[key]
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import Snapshot, buffers_of, pytree, values_for_now, version
+from hfpatch.compat import Snapshot, pytree, values_for_now, version
 from hfpatch.context.class_code import is_own, reached, wrote
 from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import AttentionCall, Stopped, in_role, our_attention
@@ -114,49 +114,33 @@ def _run(call: Traced, x_BTD: Tensor):
     return call.forward(x_BTD, *args, **kwargs)
 
 
-@contextmanager
-def buffers_copied(layer: nn.Module):
-    """A context in which the layer writes to copies of its buffers.
-
-    Yields a function that returns the names of the buffers that were written to.
-    """
-    rows = []
-    for module in layer.modules():
-        for name, buffer in buffers_of(module).items():
-            copied = None if buffer is None else buffer.detach().clone()
-            rows.append((buffers_of(module), name, copied))
-    with values_for_now(rows):
-        copies = dict(layer.named_buffers(remove_duplicate=False))
-
-        def written() -> list[str]:
-            now = dict(layer.named_buffers(remove_duplicate=False))
-            return [n for n in copies | now if copies.get(n) is not now.get(n) or version(now[n])]
-
-        yield written
-
-
 def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
     """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens.
     numbers: (module, attribute) -> the integers by which layers of its kind differ."""
     traits = LayerTraits()
     drawn = None
-    with buffers_copied(layer) as written:
-        try:
-            call, x_BTD = captured(stack, layer)
-            drawn = repr(other_generators())
-            traits = _where_it_mixes(call, x_BTD)
-            traits = _probed(call, x_BTD, traits)
-            if is_own(layer):
-                traits = _of_a_user(call, x_BTD, traits, numbers)
-        except Exception as error:  # a family's own code
-            traits = replace(traits, reason=why("raised", said(error)))
-        names = written()
+    before = _buffers(layer)
+    try:
+        call, x_BTD = captured(stack, layer)
+        drawn = repr(other_generators())
+        traits = _where_it_mixes(call, x_BTD)
+        traits = _probed(call, x_BTD, traits)
+        if is_own(layer):
+            traits = _of_a_user(call, x_BTD, traits, numbers)
+    except Exception as error:  # a family's own code
+        traits = replace(traits, reason=why("raised", said(error)))
     if drawn is not None and repr(other_generators()) != drawn:
         return replace(traits, reason=why("other generator"))
+    names = [name for name, now in _buffers(layer).items() if before.get(name) != now]
     if names and traits.reason is None:
         # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
         return replace(traits, reason=why("buffer", names[0]))
     return traits
+
+
+def _buffers(layer: nn.Module) -> dict[str, tuple]:
+    named = layer.named_buffers(remove_duplicate=False)
+    return {name: (id(buffer), version(buffer), buffer) for name, buffer in named}
 
 
 def _probed(call: Traced, x_BTD: Tensor, traits: LayerTraits) -> LayerTraits:
@@ -169,6 +153,8 @@ def _of_a_user(call: Traced, x_BTD: Tensor, traits: LayerTraits, numbers) -> Lay
     axes = axes_of(call.arguments.args, call.arguments.kwargs, *x_BTD.shape[:2])
     before = [(reached(module), module) for module in call.layer.modules()]
     values = _values(call, x_BTD)
+    with _answered(call, None), torch.enable_grad():  # as code may ask
+        _run(call, x_BTD.detach().requires_grad_())
     reasons = [why("buffer", type(m).__name__) for made, m in before if wrote(made, m)]
     for (name, what), places in dict(numbers).items():
         rows = [(vars(call.layer.get_submodule(name)), what, n) for n in places]

@@ -17,6 +17,7 @@ from hfpatch.compat import (
     run_experts_plainly,
     unwatched,
 )
+from hfpatch.context.class_code import is_own
 from hfpatch.context.classes import home_of, package_of
 from hfpatch.decoder.find import list_of_layers
 from hfpatch.parts.quantised import WRAPPED, class_of
@@ -230,11 +231,10 @@ def _settings(module: nn.Module, own: bool) -> tuple:
 
 def numbers_of(layer: nn.Module) -> dict[tuple[str, str], int]:
     """(module, attribute) -> value, of the integers in a user's own layer that are no sizes."""
-    home = package_of(layer)
     return {
         (name, attribute): value
-        for name, module in (() if home == "transformers" else _without_adapters("", layer))
-        if home_of(class_of(module)) == home and "experts." not in name
+        for name, module in (_without_adapters("", layer) if is_own(layer) else ())
+        if home_of(class_of(module)) != "torch" and "experts." not in name
         for attribute, value in vars(module).items()
         if type(value) is int and attribute[0] != "_" and attribute not in SIZES
     }

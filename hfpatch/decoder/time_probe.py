@@ -114,7 +114,7 @@ def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
     if argument is None:
         return "it takes no states"
     try:
-        with probe.buffers_copied(layer), torch.enable_grad():
+        with torch.enable_grad():
             return _compared(stack, layer, traits, name, argument, chunk_of(module))
     except Exception as error:  # a family's own code
         return f"given states, it raised {probe.said(error)}"

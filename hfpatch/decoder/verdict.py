@@ -141,7 +141,7 @@ def _differing(layers, kinds: list[tuple]) -> dict[tuple, dict]:
 def _verdict(stack_class: type, config, kinds: list[tuple], numbers: dict) -> Verdict:
     with quiet_process(), sharded(False), plain_scans():
         stack = _in_double(small_stack(stack_class, config, kinds))
-        answers = _ask_all(stack, numbers)
+        answers = _ask_all(copy.deepcopy(stack), numbers)  # layers may write to buffers
         # An unidentified mixer does not isolate documents, in transformers either.
         packed = all(answer.reason != OTHER_MIXER for answer in answers.values())
         expected = _Expected(stack, packed)
@@ -154,7 +154,8 @@ def _verdict(stack_class: type, config, kinds: list[tuple], numbers: dict) -> Ve
             verdict = _settled(answers, expected)
             verdict.isolates = False
         # A mixer of transformers' lets documents see each other, whatever attention does.
-        verdict.searches = any(a.mixes for a in answers.values()) or _isolates(copy.deepcopy(stack))
+        mixes = any(a.mixes and not a.attends for a in answers.values())
+        verdict.searches = mixes or _isolates(copy.deepcopy(stack))
         # A layer that the small instance could not run (with an image's states) is not known.
         ran = all(getattr(a.reason, "name", None) != "raised" for a in answers.values())
         verdict.unpads = verdict.ours and ran and verdict.isolates and expected.unpads(verdict)
@@ -206,8 +207,7 @@ def _in_double(stack: nn.Module) -> nn.Module:
     """
     wide = copy.deepcopy(stack).double()
     ids = torch.zeros(1, 4, dtype=torch.long)
-    mask = torch.tensor([[1, 1, 0, 1]])
-    hidden = _hidden(copy.deepcopy(wide), ids, attention_mask=mask)
+    hidden = _hidden(copy.deepcopy(wide), ids, attention_mask=torch.tensor([[1, 1, 0, 1]]))
     return stack if hidden is None or not hidden.isfinite().all() else wide
 
 

@@ -120,8 +120,7 @@ class Arguments:
         places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
         new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
         wanted = {id(self.cut[i]) for i in self.wanted}
-        learnt = any(id(x) in wanted for x in leaves)
-        if len(new) != 1 or learnt:
+        if len(new) != 1 or any(id(x) in wanted for x in leaves):
             raise ValueError(
                 f"hfpatch: a {type(module).__name__} must take one tensor made in its layer and "
                 f"arguments that want no gradient, got {len(new)} such tensors: backward would miss "

@@ -224,8 +224,9 @@ class LayerCall(Kept):
         streamed = self.runtime.weights.backward(self.layer, next_layer)
         # [Step 3] The passes over the tiles, in the state of the forward.
         many_tiles = len(self.bounds) > 1
-        T = dy_BTD.shape[1]
-        several = many_tiles or any(mixer.several(T) for mixer in self.attention.mixers)
+        several = many_tiles or any(
+            mixer.several(dy_BTD.shape[1]) for mixer in self.attention.mixers
+        )
         gradients = WeightGradients(self.state, several)
         with (
             streamed,  # the layer's frozen weights are on the device
@@ -246,6 +247,6 @@ class LayerCall(Kept):
 
     def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, gradients, below):
         """dx or None. below: the call of the layer below, or None."""
-        taken = sum(map(len, self.traced.left.values()))  # keys and values that later layers took
-        n = len(dextras) - taken
+        # The last ones are keys and values that later layers took.
+        n = len(dextras) - sum(map(len, self.traced.left.values()))
         return Backward(self, need_x, gradients, dextras[:n], dextras[n:]).run(dy_BTD, below)

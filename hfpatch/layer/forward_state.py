@@ -104,8 +104,7 @@ class ForwardState:
         """
         layer = self.layer
         as_made = layer.__class__ is self.kind and modules_in(layer)[1:] == self.snapshot.inside
-        alike = as_made and self.snapshot.runs_alike(layer)
-        if not alike or hooks_on_all() != self.on_all:
+        if not (as_made and self.snapshot.runs_alike(layer)) or hooks_on_all() != self.on_all:
             raise RuntimeError(
                 f"hfpatch: modules, hooks, forwards or merged adapters of a {self.kind.__name__} "
                 "changed between its forward and its backward. Change the model (adapters, hooks, "

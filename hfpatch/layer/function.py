@@ -74,8 +74,11 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
         layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, state=state,
         shards=runtime.shards if policy.every == 1 else None, attention=attention, **timed,
     )  # fmt: skip
-    real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-    watched = Generators(device) if real and traced.rng is None else None
+    watched = (
+        Generators(device)
+        if device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
+        else None
+    )
     known = traced.condition.drops
     # [Step 2] Without a gradient nothing is kept.
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
@@ -98,8 +101,10 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     # [Step 4] If the generators' states changed, the layer draws random numbers (dropout, noise
     # before a router): it has to run once more, from the saved states. With dropout in its attention
     # it then runs untiled.
-    if watched is not None and watched.drew():
-        traced.condition.draws = True
+    drew = watched is not None and watched.drew()
+    if traced.condition.drops == known and not (drew and traced.rng is None):
+        return list(outputs)
+    traced.condition.draws |= drew
+    if drew:
         watched.put_back()
-        return []
-    return list(outputs) if traced.condition.drops == known else []
+    return []

@@ -81,8 +81,7 @@ class WeightGradients(ExitStack):
         if first:
             experts = () if offs_E is None else (len(offs_E),)
             wide = torch.promote_types(a_NM.dtype, torch.float32)
-            shape = *experts, a_NM.shape[1], b_NK.shape[1]
-            self.sums[index] = a_NM.new_empty(shape, dtype=wide)
+            self.sums[index] = a_NM.new_empty(*experts, a_NM.shape[1], b_NK.shape[1], dtype=wide)
         if offs_E is None:
             into(self.sums[index], a_NM.t(), b_NK, first)
         else:

@@ -186,8 +186,7 @@ def sweep(
         if dx_ND is None:
             continue
         if order_M is not None:
-            order_C = order_M[start:end]
-            dx_ND.index_copy_(0, order_C, (logits_CV @ weight_work_VD).to(dx_ND.dtype))
+            dx_ND.index_copy_(0, order_M[start:end], (logits_CV @ weight_work_VD).to(dx_ND.dtype))
         elif dx_ND.dtype == dtype:
             torch.mm(logits_CV, weight_work_VD, out=dx_ND[start:end])
         else:
@@ -231,8 +230,7 @@ def forward_pass(
     grads = sweep(head, labels_N, outs_KM, kept, opts, needs, cross_entropy_chunk_, *options)
     if order_M is None:
         return outs_KM, kept, grads
-    outs_KN = scale.new_zeros(K, len(labels_N))
-    return outs_KN.index_copy_(1, order_M, outs_KM), kept, grads
+    return scale.new_zeros(K, len(labels_N)).index_copy_(1, order_M, outs_KM), kept, grads
 
 
 # --- arguments ------------------------------------------------------------------------------------

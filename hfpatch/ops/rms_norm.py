@@ -61,8 +61,7 @@ def _bwd(dy, x, weight, rstd, offset, need_dw):
     x_hat = x.to(wide) * rstd
     dw = x.new_empty(0)
     if need_dw:
-        dw_ND = (dy * x_hat).reshape(-1, x.shape[-1])
-        dw = dw_ND.sum(0).to(weight.dtype)
+        dw = (dy * x_hat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
     g = dy * _factor(weight, offset, wide)
     x_hat *= (g * x_hat).mean(-1, keepdim=True)
     return (g - x_hat).mul_(rstd).to(x.dtype).contiguous(), dw

@@ -156,9 +156,7 @@ class ExchangedAttention(Attention):
             if why:
                 raise ValueError(f"hfpatch: {why}. Take another number of ranks.")
             mine.append(self._of_this_rank(call, q.shape[2]))
-        whole = [*map(self._to_rows, parts[:n]), *parts[n:]]
-        outs, lses = super().forward(mine, mixers, whole)
-        del whole
+        outs, lses = super().forward(mine, mixers, [*map(self._to_rows, parts[:n]), *parts[n:]])
         for i, q in enumerate(parts[:n:3]):
             outs[i] = self._to_tokens(outs[i], q.shape[2])
         return outs, lses

@@ -40,8 +40,7 @@ def _four_bits(module, dtype) -> Tensor:
 
 
 def _eight_bits(module, dtype) -> Tensor:
-    scales = module.state.SCB.unsqueeze(1).mul(1.0 / 127.0)
-    return module.state.CB.to(dtype, copy=True).mul_(scales)
+    return module.state.CB.to(dtype, copy=True).mul_(module.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
 
 
 # Class of a quantised Linear -> its dense weight, as its own backward computes it.

@@ -53,8 +53,7 @@ def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor,
     q = make(2, 4, 5, 16).to(dtype)
     k = make(2, 2, 5, 16).to(dtype)
     cos = make(1, 5, 8).repeat(1, 1, 2).to(of_angles)
-    sin = make(1, 5, 8).repeat(1, 1, 2).to(of_angles)
-    return q, k, cos, sin
+    return q, k, cos, make(1, 5, 8).repeat(1, 1, 2).to(of_angles)
 
 
 @cache

@@ -58,8 +58,9 @@ class _Product(torch.autograd.Function):
         if needs[0]:
             if weight is None:
                 weight = ctx.make(dy.dtype)
-            dx_NI = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype)
-            dx = dx_NI.view(*dy.shape[:-1], weight.shape[1])
+            dx = (
+                dy_NO.to(weight.dtype).mm(weight).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+            )
         if needs[1]:
             x_NI = x.reshape(-1, x.shape[-1])
             dw = dy_NO.t().mm(x_NI) if ctx.add is None else ctx.add(dy_NO, x_NI)

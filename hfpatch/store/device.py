@@ -133,8 +133,7 @@ class CudaDevice(Device):
     def pin(self, block: Tensor) -> int:
         # CUDA makes a context on the current device, which may be another rank's.
         with torch.cuda.device(self.device):
-            runtime = torch.cuda.cudart()
-            status = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
+            status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if status:
             # CUDA reports the error again at the next kernel: this one.
             with suppress(RuntimeError):

@@ -39,13 +39,3 @@ def test_a_host_that_is_too_small_is_said():
     assert first(host=32 * GiB, layers=7).saves_attention  # the others keep nothing
     for settings in ({"offload": "gpu"}, {"offload": "/tmp"}, {"every": 4}):
         first(settings=settings, host=16 * GiB)
-
-
-@pytest.mark.parametrize("rows, tile", [(1000, 1024), (32768, 1024), (65536, 2048), (131072, 4096)])
-def test_the_least_is_a_small_tile(rows, tile):
-    """What a tile takes is 1% of what the layer's own tensors of all tokens take."""
-    assert first(rows=rows, settings={"aim": "least"}).tile == tile
-
-
-def test_the_least_of_layers_that_mix_along_time():
-    assert first(settings={"aim": "least"}, chains=True).tile == 2048
