@@ -37,7 +37,7 @@ FOLDERS = {
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
     # masks of floats beside positions, for who casts a mask; what a user's own norm, MLP, rotation or
     # layer writes to (a loss of its own, captured values)
-    "context": (766, 8640),
+    "context": (766, 8650),
     "store": (527, 5216),
     "kernels": (566, 8353),
     "compat": (465, 4372),

@@ -1,15 +1,16 @@
 """The code that a class of modules runs: whether it changed since `apply`, and what it writes to."""
 
 import dis
+import sys
 from collections import deque
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from types import CellType, FunctionType, ModuleType
 
 from torch import Tensor, nn
 
-from hfpatch.compat import code_of_class
-from hfpatch.context.classes import LIBRARIES, home_of
+from hfpatch.compat import code_of_class, version
+from hfpatch.context.classes import LIBRARIES, home_of, whose
 
 MOST = 2000  # objects that `reached` looks at
 _PLAIN = {int, float, str, bool, type(None)}
@@ -58,30 +59,29 @@ def reached(value) -> list:
 
 def _held(one) -> list:
     if isinstance(one, Tensor):
-        return [one._version]
+        return [version(one)]
     if isinstance(one, dict | list | tuple | set | deque):
         return [len(one), *islice(one.values() if isinstance(one, dict) else one, 99)]
     if isinstance(one, nn.Module):
-        own = [c for c in type(one).__mro__ if home_of(c) not in LIBRARIES]
-        methods = [x for c in own for x in vars(c).values()]
-        return [*vars(one).values(), *code_of_class(type(one)), *methods]
-    home = (
-        one.__name__.partition(".")[0]
-        if isinstance(one, ModuleType)
-        else home_of(one if isinstance(one, type | FunctionType) else type(one))
-    )
-    if home in LIBRARIES:
+        own = [vars(c).values() for c in type(one).__mro__ if home_of(c) not in LIBRARIES]
+        return [*vars(one).values(), *code_of_class(type(one)), *chain(*own)]
+    code = one if isinstance(one, type | FunctionType) else type(one)
+    name = one.__name__ if isinstance(one, ModuleType) else whose(code)
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    if name.partition(".")[0] in LIBRARIES or "site-packages" in file:  # it keeps caches
         return []
     if not isinstance(one, FunctionType):
         return list(vars(one).values())
-    named = [i.argval for i in dis.get_instructions(one) if i.opname == "LOAD_GLOBAL"]
+    named = (i.argval for i in dis.get_instructions(one) if i.opname == "LOAD_GLOBAL")
     cells = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
-    wrapped = getattr(one, "__wrapped__", None)
-    return [*(one.__globals__.get(name) for name in named), *cells, one.__defaults__, wrapped]
+    return [
+        *map(one.__globals__.get, named), *cells, one.__defaults__, vars(one).get("__wrapped__")
+    ]  # fmt: skip
 
 
 def wrote(before: list, value) -> bool:
     """Whether something that `value` reaches was replaced, added, taken away or changed since."""
     now = reached(value)
-    same = (x is y or type(x) is int and x == y for x, y in zip(now, before))
-    return len(now) != len(before) or not all(same)
+    return len(now) != len(before) or any(
+        x is not y and not (type(x) is int and x == y) for x, y in zip(now, before)
+    )
