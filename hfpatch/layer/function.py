@@ -69,19 +69,16 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     attention = Attention(wide=policy.aim == "fastest")
     if traced.batch.sequence is not None:
         attention = ExchangedAttention(traced.batch.sequence)
-    kind = TimedCall if timed else LayerCall
-    call = kind(
+    call = (TimedCall if timed else LayerCall)(
         layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, state=state,
         shards=runtime.shards if policy.every == 1 else None, attention=attention, **timed,
     )  # fmt: skip
-    watched = (
-        Generators(device)
-        if device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-        else None
-    )
+    keeps = torch.is_grad_enabled() and (x.requires_grad or tensors)
+    real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
+    watched = Generators(device) if real and (keeps or layer.training) else None
     known = traced.condition.drops
     # [Step 2] Without a gradient nothing is kept.
-    if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
+    if not keeps:
         # There is no queue before a training step with this tier.
         call.queue = runtime.queues.get((device, policy.offload))
         with torch.no_grad():
@@ -92,19 +89,19 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
         # whose backward is next, and with every > 1 the calls of its segment.
         if policy.keeps_gates(layer._hfpatch.index):
             call.keeps_gates = gate_up_columns(layer, traced.traits, device.type) > 0
-        meter = runtime.meters.get(device)
-        call.step = meter and meter.step
+        call.step = getattr(runtime.meters.get(device), "step", None)
         runtime.link(call, x)
         outputs = LayerFunction.apply(call, x, *tensors)
         state.ran()
-        runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
     # [Step 4] If the generators' states changed, the layer draws random numbers (dropout, noise
     # before a router): it has to run once more, from the saved states. With dropout in its attention
     # it then runs untiled.
     drew = watched is not None and watched.drew()
-    if traced.condition.drops == known and not (drew and traced.rng is None):
-        return list(outputs)
-    traced.condition.draws |= drew
-    if drew:
-        watched.put_back()
-    return []
+    if traced.condition.drops != known or drew and traced.rng is None:
+        traced.condition.draws |= drew
+        if drew:
+            watched.put_back()
+        return []
+    if keeps:
+        runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
+    return list(outputs)

@@ -81,8 +81,8 @@ def stranger_in(layer: nn.Module, kinds: frozenset[type]) -> str | None:
             return f"{name}: {replaced_forward(module)}"
         if kind in TOKEN_WISE:
             continue
-        replaces = as_made and not in_adapter and (dense_of(module) or _projects(module, kind))
-        if replaces:  # a Linear
+        # A Linear, or what replaces one.
+        if as_made and not in_adapter and (dense_of(module) or _projects(module, kind)):
             continue
         is_known = kind in kinds
         if in_adapter:
