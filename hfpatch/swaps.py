@@ -165,7 +165,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     stack = decoder.stack
     causal = decoder.causal
     swap(stack, PatchedStack)
-    mixing = [a for a in found.answers if a.mixes]
+    mixing = [a for a in found.answers if a.mixes_outside]
     timed = bool(mixing) and all(a.all_timed for a in mixing)
     traits = StackTraits(
         found.ours, bool(mixing), found.isolates, found.searches, found.unpads, timed

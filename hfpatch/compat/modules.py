@@ -181,7 +181,7 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
     """A module of the same class and settings, without parameters and with other children."""
     twin = module.__class__.__new__(module.__class__)
-    # Its forward may write to what it holds.
+    # Containers are copied, because its forward may write to them.
     vars(twin).update(
         {n: copy(x) if type(x) in (dict, list, set) else x for n, x in vars(module).items()}
     )

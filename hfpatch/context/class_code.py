@@ -13,6 +13,7 @@ from hfpatch.compat import code_of_class, version
 from hfpatch.context.classes import LIBRARIES, home_of, whose
 
 MOST = 2000  # objects that `reached` looks at
+_GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL")
 _PLAIN = {int, float, str, bool, type(None)}
 _probed: dict[type, tuple] = {}
 
@@ -35,7 +36,8 @@ def as_probed(kind: type) -> bool:
 
 
 def is_own(layer: nn.Module) -> bool:
-    """Whether the layer runs code of the user's own: its class's, or what was put in its place."""
+    """Whether a class, forward, rotation or attention function in the layer is of no known library:
+    the user's own, or a model's own files."""
     code = {one for m in layer.modules() for one in (type(m), *code_of_class(type(m)))}
     return not {home_of(one) for one in code - {None}} <= LIBRARIES
 
@@ -72,7 +74,8 @@ def _held(one) -> list:
         return []
     if not isinstance(one, FunctionType):
         return list(vars(one).values())
-    named = (i.argval for i in dis.get_instructions(one) if i.opname == "LOAD_GLOBAL")
+    named = (i.argval for i in dis.get_instructions(one) if i.opname in _GLOBAL)
+    # an empty cell: of a name that is not set yet
     cells = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
     return [
         *map(one.__globals__.get, named), *cells, one.__defaults__, vars(one).get("__wrapped__")

@@ -167,13 +167,12 @@ def is_watched(model, kwargs) -> bool:
     """Whether a hook, the caller, or a forward that is not transformers' own may read hidden
     states."""
     inside = [m for m in modules_in(model)[1:] if not isinstance(m, nn.Embedding)]
-    # These call no function for a module.
+    # Runs in every forward: each class is looked at once, and no function is called for a module.
     code = {m.__dict__["forward"] for m in inside if "forward" in m.__dict__}
-    kinds = {type(m) for m in (model, *inside)}
-    code |= {x for kind in kinds for x in code_of_class(MADE_FROM[kind])}
-    homes = {home_of(x) for x in code - {None}}
-    theirs = package_of(model) == "transformers" and homes <= LIBRARIES
-    if hooks_on_all() or watched_by_user(inside) is not None or not theirs:
+    kinds = {MADE_FROM[kind] for kind in {type(m) for m in (model, *inside)}}
+    code |= {x for kind in kinds for x in (kind, *code_of_class(kind))}
+    own = package_of(model) != "transformers" or not {*map(home_of, code - {None})} <= LIBRARIES
+    if own or hooks_on_all() or watched_by_user(inside) is not None:
         return True
     return asks_for("output_hidden_states", model, kwargs)
 
@@ -224,7 +223,8 @@ class KeepsSignature:
 
         @wraps(base)
         def forward(self, *args, **kwargs):
-            # A trainer may keep this bound method beyond undo().
+            # A trainer may keep this bound method beyond undo(). Arguments without a known name reach
+            # the model's own forward as they are, which refuses too many.
             if not hasattr(type(self), "_hfpatch_forward") or len(args) > len(names):
                 return base(self, *args, **kwargs)
             kwargs = dict(zip(names, args), **kwargs)

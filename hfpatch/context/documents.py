@@ -61,9 +61,11 @@ def _restarts(positions_BT: Tensor) -> Tensor:
     return (step_BT < 0) | again_BT
 
 
-def _document_starts(positions_BT: Tensor, visible_BT: Tensor | None, restarts: bool) -> Tensor:
-    """[B, T-1] of bool. restarts: whether only a restart starts one."""
-    if not restarts:
+def _document_starts(
+    positions_BT: Tensor, visible_BT: Tensor | None, only_restarts: bool
+) -> Tensor:
+    """[B, T-1] of bool. only_restarts: whether a restart alone starts one, or any jump too."""
+    if not only_restarts:
         return positions_BT[:, 1:] != positions_BT[:, :-1] + 1
     if visible_BT is None:
         return _restarts(positions_BT)
@@ -151,8 +153,8 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     mask_BT, positions_BT, idle_BT = known
     visible_BT = None if mask is None else mask_BT.bool()
     # [Step 3] Set the starts by the offsets or the positions.
-    restarts = mask is not None or batch.restarts or not padding
-    starts_BT = _starts(B, T, bounds, positions_BT, visible_BT, restarts)
+    only_restarts = mask is not None or batch.only_restarts or not padding
+    starts_BT = _starts(B, T, bounds, positions_BT, visible_BT, only_restarts)
     # [Step 4] Set the starts behind padding: before the first visible token it is a document of its
     # own.
     holes = False
@@ -161,7 +163,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
         holes, padding_is_read = _padding(starts_BT, visible_BT, idle_BT, batch.watched)
     # [Step 5] Start a document at each chunk too.
     if chunk is not None:
-        starts_BT |= _chunks(starts_BT, None if restarts else positions_BT, chunk)
+        starts_BT |= _chunks(starts_BT, None if only_restarts else positions_BT, chunk)
     # [Step 6] Find rows that may run without their padding, and those that begin with padding that
     # is read.
     documents = _from_bounds(_bounds(starts_BT.view(-1)), B, T, batch.device)
@@ -180,7 +182,7 @@ def _starts(
     bounds: list[int] | None,
     positions_BT: Tensor | None,
     visible_BT: Tensor | None,
-    restarts: bool,
+    only_restarts: bool,
 ) -> Tensor:
     """[B, T] of bool: where documents start, by the caller's offsets, or else by the positions."""
     starts_BT = torch.zeros(B, T, dtype=torch.bool, device="cpu")
@@ -189,7 +191,7 @@ def _starts(
         starts_BT.view(-1)[[n for n in bounds if n < B * T]] = True
     elif positions_BT is not None:
         positions_BT = positions_BT.expand(B, T)
-        starts_BT[:, 1:] |= _document_starts(positions_BT, visible_BT, restarts)
+        starts_BT[:, 1:] |= _document_starts(positions_BT, visible_BT, only_restarts)
     return starts_BT
 
 

@@ -53,7 +53,7 @@ class Batch:
         self.idle_BT = idle_BT
         self.watched = watched
         self.sequence = sequence
-        self.restarts = False  # whether positions start documents only where they restart
+        self.only_restarts = False  # whether positions start documents at restarts alone
         self.probabilities = False  # whether attention returns them too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
         self._rows: dict = {}
@@ -96,7 +96,7 @@ class Batch:
         """
         visible, positions, offsets = self.given
         packed = positions is not None and visible is None and offsets is None
-        if not packed or self.restarts or self.sequence is not None:
+        if not packed or self.only_restarts or self.sequence is not None:
             return function
         positions = positions.expand(self.B, -1).to(self.device)
         number_BT = masking_utils.find_packed_sequence_indices(positions)

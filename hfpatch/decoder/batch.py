@@ -38,7 +38,7 @@ class StackTraits:
         mixers: some layers have mixers, modules other than attention that mix tokens. In
             transformers' own layers those let documents of one row see each other.
         isolates: in the patched stack, documents of one row do not see each other.
-        searches: transformers looks for documents in positions that come without a mask or a cache.
+        searches: transformers separates documents by positions that come without mask and cache.
         unpads: rows with padding may run as one packed row (decoder/unpadded.py).
         timed: every mixer of the stack runs in tiles through time.
     """
@@ -329,7 +329,7 @@ def _check_shared_mixers(inputs: Inputs, traits: StackTraits) -> None:
         )
 
 
-def _batch(inputs: Inputs, restarts: bool) -> Batch:
+def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
     """The batch of hfpatch's layers."""
     idle_BT = inputs.idle_BT
     if inputs.reads and inputs.sequence is None and not inputs.packed:
@@ -347,7 +347,7 @@ def _batch(inputs: Inputs, restarts: bool) -> Batch:
         inputs.watched,
         inputs.sequence,
     )
-    batch.restarts = restarts
+    batch.only_restarts = only_restarts
     batch.probabilities = inputs.probabilities
     return batch
 

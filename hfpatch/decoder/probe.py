@@ -139,6 +139,7 @@ def ask(stack: nn.Module, layer: nn.Module, numbers=()) -> LayerTraits:
 
 
 def _buffers(layer: nn.Module) -> dict[str, tuple]:
+    # With the buffer itself, so that no other gets its id.
     named = layer.named_buffers(remove_duplicate=False)
     return {name: (id(buffer), version(buffer), buffer) for name, buffer in named}
 
@@ -153,9 +154,14 @@ def _of_a_user(call: Traced, x_BTD: Tensor, traits: LayerTraits, numbers) -> Lay
     axes = axes_of(call.arguments.args, call.arguments.kwargs, *x_BTD.shape[:2])
     before = [(reached(module), module) for module in call.layer.modules()]
     values = _values(call, x_BTD)
-    with _answered(call, None), torch.enable_grad():  # as code may ask
+    with _answered(call, None), torch.enable_grad():  # code may ask for it
         _run(call, x_BTD.detach().requires_grad_())
-    reasons = [why("buffer", type(m).__name__) for made, m in before if wrote(made, m)]
+    # The innermost module first: what it holds is reached from those around it too.
+    reasons = [
+        why("buffer", f"more than the output of its {type(m).__name__}")
+        for made, m in reversed(before)
+        if wrote(made, m)
+    ]
     for (name, what), places in dict(numbers).items():
         rows = [(vars(call.layer.get_submodule(name)), what, n) for n in places]
         if any(_other_by(call, x_BTD, traits, values, [row]) for row in rows):
@@ -219,7 +225,7 @@ def _where_it_mixes(call: Traced, x_BTD: Tensor) -> LayerTraits:
         return traits
     if inside.reason is not None:
         return traits
-    return replace(inside, attends=not traits.mixes)
+    return replace(inside, attends=not traits.mixes_outside)
 
 
 def _calls_torchs_own(layer) -> nn.Module:

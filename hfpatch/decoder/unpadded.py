@@ -84,7 +84,7 @@ class PackedRow:
 
 def _packed(batch: Batch, at_N: Tensor, B: int, T: int, x):
     """[..., B or 1, T, ...] as [..., 1, N, ...], and a mask as that of the packed row; GONE for
-    other tensors with a token axis, and for those of single rows (images)."""
+    other tensors with a token axis, and for those with an entry a row (an image's)."""
     if isinstance(x, Mask):
         return replace(x, batch=batch) if x.build is None else GONE
     axis = token_axis(x, B, T)

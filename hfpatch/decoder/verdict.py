@@ -65,7 +65,8 @@ class Verdict:
         ours: the stack may use hfpatch's attention and masks.
         why_unpatched: why the layers cannot run twice and so stay unpatched, or None.
         isolates: in the patched stack, documents of one row do not see each other.
-        searches: transformers looks for documents in positions that come alone.
+        searches: transformers itself separates documents by positions that come without a mask or
+            a cache.
         unpads: rows with padding may run as one packed row.
     """
 
@@ -109,7 +110,7 @@ def ask_model(decoder: Decoder) -> Verdict:
     answers = [_answer(verdict, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
     # rows without their padding.
-    if None in answers and any(answer.mixes for answer in verdict.answers.values()):
+    if None in answers and any(answer.mixes_outside for answer in verdict.answers.values()):
         verdict = replace(verdict, isolates=False, unpads=False)
     answers = tuple(answer or UNKNOWN for answer in answers)
     return replace(verdict, answers=answers, why_unpatched=shared or verdict.why_unpatched)
@@ -153,8 +154,8 @@ def _verdict(stack_class: type, config, kinds: list[tuple], numbers: dict) -> Ve
             del expected.batches["packed"]
             verdict = _settled(answers, expected)
             verdict.isolates = False
-        # A mixer of transformers' lets documents see each other, whatever attention does.
-        mixes = any(a.mixes and not a.attends for a in answers.values())
+        # Where mixers let documents see each other, nothing shows whether attention does: most do not.
+        mixes = any(a.mixes_outside and not a.attends for a in answers.values())
         verdict.searches = mixes or _isolates(copy.deepcopy(stack))
         # A layer that the small instance could not run (with an image's states) is not known.
         ran = all(getattr(a.reason, "name", None) != "raised" for a in answers.values())

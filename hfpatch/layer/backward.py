@@ -102,7 +102,7 @@ class Backward:
         # D
         dx = back(dqkv, dsinks)
         if dx is not None:
-            # not in place: behind `x + f(x)` it is dy itself
+            # Not in place: where the layer returns x + f(x), this is dy itself, the caller's.
             self.dx = dx if self.dx is None else self.dx + dx
         next(held, None)  # frees its slot
 

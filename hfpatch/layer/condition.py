@@ -59,11 +59,6 @@ def look(layer: nn.Module) -> Condition:
         known.reason = first("layer", traits.reason, layer, known)
         if known.reason is None:
             known.mixing = [layer.get_submodule(name) for name in traits.mixing]
-            # Many families call it so. Of others the first call tells.
-            known.drops = any(
-                getattr(p, "p", p)
-                for p in (getattr(attn, "attention_dropout", 0.0) for attn in known.mixing)
-            )
         layer._hfpatch.condition = known
     known.now = first("forward", known.reason, layer, known)
     return known

@@ -50,7 +50,7 @@ class LayerFunction(torch.autograd.Function):
 
 def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors;
-    nothing if it turned out to draw random numbers, or to drop attention's scores, which
+    nothing if it turned out to draw random numbers, or to call attention with dropout, which
     traced.condition then says.
 
     runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is
@@ -76,7 +76,7 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     keeps = torch.is_grad_enabled() and (x.requires_grad or tensors)
     real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
     watched = Generators(device) if real and (keeps or layer.training) else None
-    known = traced.condition.drops
+    dropped = traced.condition.drops  # as far as known
     # [Step 2] Without a gradient nothing is kept.
     if not keeps:
         # There is no queue before a training step with this tier.
@@ -97,7 +97,7 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     # before a router): it has to run once more, from the saved states. With dropout in its attention
     # it then runs untiled.
     drew = watched is not None and watched.drew()
-    if traced.condition.drops != known or drew and traced.rng is None:
+    if traced.condition.drops != dropped or (drew and traced.rng is None):
         traced.condition.draws |= drew
         if drew:
             watched.put_back()

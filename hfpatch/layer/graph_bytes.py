@@ -39,8 +39,7 @@ def measured(step, layer):
         return
     before = step.meter.layer_backward_begins(step)
     index = layer._hfpatch.index
-    kind = step.meter.kinds.get(step.forward.kinds[index], Kind())
-    _running.now = step, kind, Counter()
+    _running.now = step, step.meter.kinds.get(step.forward.kinds[index], Kind()), Counter()
     try:
         yield
     finally:

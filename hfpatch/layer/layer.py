@@ -115,8 +115,7 @@ def mixing_of(traits: LayerTraits, condition: Condition) -> Mixing:
     reason = condition.reason
     if not traits.looked or (reason is not None and reason.name == "unknown module"):
         return Mixing(outside=False, unknown=reason)
-    mixes = bool(traits.mixers) and not traits.attends
-    return Mixing(outside=mixes or traits.reason == OTHER_MIXER, unknown=None)
+    return Mixing(outside=traits.mixes_outside and not traits.attends, unknown=None)
 
 
 def _run_directly(function, *args, **kwargs):
@@ -249,7 +248,9 @@ class TiledLayer(PatchedLayer):
                 f"hfpatch: a {type(self).__name__} does not mix tokens as its small instance did: "
                 f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
-        if not outputs:  # once more, noting each tile's random state, as its later calls do
+        # Once more: untiled if its attention drops scores or tokens may share its draws, else noting
+        # each tile's random state, as its later calls do.
+        if not outputs:
             why = first("forward", None, self, r.condition)
             return self._in_tiles(r, policy) if why is None else self._untiled(r, why)
         y, *extras = outputs

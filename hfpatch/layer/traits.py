@@ -57,8 +57,8 @@ class LayerTraits:
         return "take all tokens at once, and again in backward" + (f": {why}" if why else "")
 
     @property
-    def mixes(self) -> bool:
-        """Whether modules other than attention mix tokens, known or unknown ones."""
+    def mixes_outside(self) -> bool:
+        """Whether something other than attention mixes tokens, known (`mixers`) or not."""
         return bool(self.mixers) or self.reason == OTHER_MIXER
 
     @property

@@ -174,6 +174,12 @@ def _other_attention(layer: nn.Module, condition) -> str | None:
     return None
 
 
+def _drops_scores(layer: nn.Module, condition) -> bool:
+    # Many families call the rate so, and it may change. Of others a call shows whether they drop.
+    rates = [getattr(attn, "attention_dropout", 0.0) for attn in condition.mixing]
+    return condition.drops or any(getattr(p, "p", p) for p in rates)
+
+
 def _draws(layer: nn.Module, condition) -> str | None:
     """Dropout draws for each token, also LoRA's. A user's own layer may draw once for a row."""
     if not (condition.draws and layer.training):
@@ -237,7 +243,7 @@ REASONS = (
     Reason("more results", "it returns more than hidden states and what belongs to single tokens"),
     Reason("probed attention", "{why the attention that it calls cannot run in tiles}"),
     Reason("dependent mixers", "its mixers depend on each other"),
-    Reason("buffer", "it writes to {a buffer or an attribute}"),
+    Reason("buffer", "it writes to {a buffer, an attribute or a global}"),
     Reason("number", "what it does depends on {an integer that differs from layer to layer}"),
     Reason("batch raises", "it raises {an error on one of the batches}"),
     Reason("other gradients", "other parameters have gradients on {one of the batches}"),
@@ -276,7 +282,7 @@ REASONS = (
     _forward(
         "dropout",
         "attention dropout in training",
-        lambda layer, c: c.drops and layer.training,
+        lambda layer, c: layer.training and _drops_scores(layer, c),
     ),
     _forward(
         "draws",
