@@ -62,9 +62,11 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
             "so residual stream and host memory are twice as large "
             "(prepare_model_for_kbit_training): leave that call out, get_peft_model freezes the base."
         )
-    for name, p in stack.config.to_dict().items():
-        if "att" in name and "drop" in name and p:  # attention_dropout, attn_pdrop, ...
-            notes.append(f"{name} is {p}: in training, layers run untiled.")
+    notes += [
+        f"{name} is {p}: in training, layers run untiled."
+        for name, p in stack.config.to_dict().items()
+        if "att" in name and "drop" in name and p  # attention_dropout, attn_pdrop, ...
+    ]
     rotary = getattr(stack.config, "rope_parameters", None)
     if rotary and (positions := getattr(stack.config, "max_position_embeddings", None)):
         notes.append(

@@ -43,7 +43,8 @@ class Line:
     points: list = field(default_factory=list)
 
     def put(self, tokens: int, value: float) -> None:
-        self.points = [p for p in self.points if rounded(p[0]) != rounded(tokens)]
+        near = rounded(tokens)
+        self.points = [p for p in self.points if rounded(p[0]) != near]
         insort(self.points, [tokens, value])
 
     def _around(self, tokens: int):

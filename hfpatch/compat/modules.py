@@ -183,9 +183,10 @@ def twin_of(module: nn.Module, modules: dict) -> nn.Module:
     twin = module.__class__.__new__(module.__class__)
     # Containers are copied, because its forward may write to them.
     vars(twin).update(
-        {n: copy(x) if type(x) in (dict, list, set) else x for n, x in vars(module).items()}
+        {n: copy(x) if type(x) in (dict, list, set) else x for n, x in vars(module).items()},
+        _parameters={},
+        _modules=dict(modules),
     )
-    vars(twin).update(_parameters={}, _modules=dict(modules))
     return twin
 
 

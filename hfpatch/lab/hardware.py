@@ -85,7 +85,8 @@ class Gpu:
     @property
     def data_sheet_flops(self) -> float:
         """The peak that MFU refers to: the data sheet's, also for a measured card of the table."""
-        return (self.measured and gpu_named(self.name) or self).peak_flops
+        listed = gpu_named(self.name) if self.measured else None
+        return (listed or self).peak_flops
 
     @property
     def link_rate(self) -> float:

@@ -177,7 +177,7 @@ def _other_attention(layer: nn.Module, condition) -> str | None:
 def _drops_scores(layer: nn.Module, condition) -> bool:
     # Many families call the rate so, and it may change. Of others a call shows whether they drop.
     rates = [getattr(attn, "attention_dropout", 0.0) for attn in condition.mixing]
-    return condition.drops or any(getattr(p, "p", p) for p in rates)
+    return layer.training and (condition.drops or any(getattr(p, "p", p) for p in rates))
 
 
 def _draws(layer: nn.Module, condition) -> str | None:
@@ -279,11 +279,7 @@ REASONS = (
         "hooks on every module of the process",
         lambda layer, c: c.snapshot.inside and hooks_on_all(),
     ),
-    _forward(
-        "dropout",
-        "attention dropout in training",
-        lambda layer, c: layer.training and _drops_scores(layer, c),
-    ),
+    _forward("dropout", "attention dropout in training", _drops_scores),
     _forward(
         "draws",
         "random numbers that tokens may share, in {a layer of your own or an adapter}",

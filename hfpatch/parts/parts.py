@@ -229,10 +229,10 @@ def _as_trained(mlp: nn.Module, inputs) -> tuple[list[list[Tensor]], str | None]
     None. from_pretrained returns models in eval mode, without their dropout."""
     drawn = torch.get_rng_state()
     with values_for_now([(vars(module), "training", True) for module in mlp.modules()]):
-        before = [reached(module) for module in mlp.modules()]
+        before = reached(mlp)
         outs = [_run(mlp, x) for x in inputs]
         reasons = {
-            "its forward writes to more than its output": any(map(wrote, before, mlp.modules())),
+            "its forward writes to more than its output": wrote(before, mlp),
             "it draws random numbers": not torch.equal(torch.get_rng_state(), drawn),
         }
     return outs, next((reason for reason, holds in reasons.items() if holds), None)
