@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.attention.attention import Documents
-from hfpatch.store.device import on_host
+from hfpatch.store.device import device_for, on_host
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,5 @@ def _from_bounds(bounds: list[int] | tuple[int, ...], B: int, T: int, device) ->
     """Documents with these bounds; None where every row is one."""
     if list(bounds) == list(range(0, B * T + 1, T)):
         return None
-    cuda = device.type == "cuda"  # from pageable memory the copy would wait for the device
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda)
-    return Documents(tuple(bounds), cu_seqlens.to(device, non_blocking=cuda))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu")
+    return Documents(tuple(bounds), device_for(device).from_host(cu_seqlens))

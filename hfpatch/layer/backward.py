@@ -9,13 +9,13 @@
     D  phase_d_before      each tile: reruns `before` with its graph; dq, dk, dv give the rest of
                            dx
 
-There are three orders, a method each (and A alone where nothing mixes tokens):
+There are three orders, a method each. Where nothing mixes tokens, A runs alone:
 
     one_tile     B A C D   x stays throughout, and the graph that B builds serves D
     outs_kept    A B C D   attention's outputs are there, from the forward or a segment's rerun
     outs_again   B A C D   attention runs forward again after B
 
-Tensors in memory, besides those that the forward kept (kept.py), in the order A B C D:
+Tensors in memory, besides those that the forward kept (kept.py), under outs_kept:
 
           x           dx           dout      q, k, v               out          lse
     A     by tiles    written      written   -                     by tiles     in flight
@@ -90,6 +90,7 @@ class Backward:
         self.qkv = [part.detach().contiguous() for part in qkv]
         if not call.outs:
             outs, self.lses = call.attend(self.qkv, rerun=True)
+            call.queue.transfers.settle()  # C fetches mixers' states that this saved
         # A
         dys = [dy, *self.recorded]
         self.dx, self.douts = traced.after_with_graph(

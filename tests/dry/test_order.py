@@ -17,6 +17,7 @@ HYBRID = SMALL | {
     "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }  # fmt: skip
+MAMBA = SMALL | {"mamba_d_ssm": 1024, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64}
 TILES = {"offload": "host", "every": 1, "plain": 0, "tile": 512}
 KEPT = TILES | {"keep": "gate_up"}
 ONE = TILES | {"tile": 1 << 20}
@@ -62,8 +63,12 @@ WAYS = {
         "model": "qwen3_5_text", "layers": 8, "changes": HYBRID, "rows": [(1, 2048)] * 3,
         "checkpointing": TILES | {"tile": 1024},
     },
+    "hybrid in one tile": {  # its mixers take two, as a tile of theirs has whole chunks
+        "model": "falcon_h1", "layers": 3, "changes": MAMBA, "rows": [(1, 2040)] * 3,
+        "checkpointing": TILES | {"tile": 2040, "keep": "input"},
+    },
 }  # fmt: skip
-SHORT = ("tiles, all kept",)
+SHORT = ("tiles, all kept", "hybrid in one tile")
 
 
 def logged(dry, path, way: str, **more) -> order.Found:
