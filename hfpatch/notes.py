@@ -93,4 +93,4 @@ def _mixer_notes(layers, answers) -> list[str]:
         for name in traits.mixers if traits.reason is None else ():
             kind = type(layer.get_submodule(name)).__name__
             found[kind, traits.in_time(name)] += 1
-    return [f"{n} {kind}s, which mix tokens, {in_time}." for (kind, in_time), n in found.items()]
+    return [f"{n} {kind} mixers {in_time}." for (kind, in_time), n in found.items()]

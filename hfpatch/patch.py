@@ -162,8 +162,9 @@ def apply(
             needs the least device memory; "off" keeps transformers' own; a place ("gpu", "host", a
             folder) sets where checkpoints wait; a hfpatch.Checkpointing sets more.
         logits: whether a forward with labels also returns logits, in training and in evaluation.
-            "auto": in evaluation up to 2 GiB, counting the copies that the loss makes; in training
-            outputs.logits is None; code that reads them there (PEFT's CPT) needs True.
+            "auto": in training outputs.logits is None; in evaluation they are returned if they fit
+            2 GiB with the copies that the loss makes. Code that reads them in training (PEFT's CPT)
+            needs True.
 
     Returns:
         A Report of the swapped modules.

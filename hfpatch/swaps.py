@@ -70,8 +70,7 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
     if trl is not None:
         del model.forward
         report.notes.append(
-            "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies "
-            "without logits."
+            "TRL's loss uses hfpatch's fused head: log-probabilities and entropies without logits."
         )
     models = (model, *(m for m in decoder.around if "forward" not in vars(m)))
     for outer in models:
@@ -155,8 +154,8 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
                 swap(block, TowerBlock)
                 block._hfpatch = Patched(None, runtime=runtime, index=index)
         report.notes.append(
-            f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
-            "without a graph where nothing in it is trained."
+            f"{sum(map(len, lists))} blocks of {name} are checkpointed, with offloaded inputs; "
+            "frozen blocks keep nothing."
         )
 
 

@@ -93,8 +93,8 @@ MODELS = """# Models
 
 Any causal decoder of transformers 5 can be patched. hfpatch has no code for any family. It first runs
 a small instance of the model stock and patched, forward and backward, full, packed and masked.
-A layer that differs, or that has a module unknown to hfpatch, runs untiled: correct, with
-more memory. Check your own model, by a hub id, a path or a preset:
+If a gradient differs, all layers run untiled; a layer with a module unknown to hfpatch does so alone.
+Untiled layers are correct and take more memory. Check your own model, by a hub id, a path or a preset:
 
 ```bash
 hfpatch check llama-3.1-8b
@@ -195,7 +195,7 @@ def untiled() -> str:
     for line in stages:
         stage, facts = line.split(maxsplit=1)
         out.append(f"- *{stage}*: {re.sub(r' [(][^)]*[)]$', '', facts)}")
-    out += ["", "The report has the reasons of *apply*. Every other reason is printed once, at the first "
+    out += ["", "The report has the reasons that are known at `apply`. Most others are printed once, at the first "
             "step where it holds, with details in place of the words in italics:", ""]  # fmt: skip
     for number, reason in enumerate(why_whole.REASONS, 1):
         keeps = ", keeps everything" if reason.keeps else ""

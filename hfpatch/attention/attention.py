@@ -171,7 +171,7 @@ def attention_forward(
     """
     # [Step 1] Choose the backend, by the pattern and the width of the heads.
     chosen = _chosen(q_BTHE, v_BTKE, pattern, backend)
-    # [Step 2] Run it. Kernels take heads of one width: narrower ones are padded, and the output is
+    # [Step 2] Kernels take heads of one width: narrower ones are padded, and the output is
     # cut back to v's width.
     if chosen == "blocks":
         out, lse, state = blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
@@ -218,7 +218,7 @@ def attention_backward(
     chosen = _chosen(q, v, pattern, backend)
     if pattern.blind_BT is not None:
         dout_BTHE = dout_BTHE.masked_fill(pattern.blind_BT[:, :, None, None], 0)
-    # [Step 2] Run it, on heads of one width as in the forward.
+    # [Step 2] Heads get one width, as in the forward.
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:

@@ -1,7 +1,7 @@
 """Attention in blocks of queries, in plain torch: exact for every pattern, device and dtype.
 
-Used where there is no kernel (soft caps, windows on a CPU, float32 windows on a GPU). Never holds
-[T, T] scores.
+Used where there is no kernel (`no_kernel_takes` in attention.py; float64, and windows on a CPU).
+Never holds [T, T] scores.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim. In the einsums: b batch, q queries,
 s keys, k KV heads, r query heads of a KV head, e head dim.

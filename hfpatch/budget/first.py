@@ -89,8 +89,7 @@ def first_policy(
     # [Step 3] The tile.
     tile = settings.tile
     if tile == "auto" and settings.aim == "least":
-        # It takes 1% of a step, beside the layer's own tensors of all tokens; larger ones start
-        # fewer kernels.
+        # Small beside the layer's own tensors of all tokens; larger tiles start fewer kernels.
         tile = max(tile for tile in TILES if tile <= max(TILES[0], rows // 32))
         tile = LEAST_MIXER_TILE if chains else tile
     elif tile == "auto":
@@ -107,8 +106,8 @@ def first_policy(
 
 
 def _aim(settings: Checkpointing, every: int, one: int, free: int | None) -> str:
-    """Attention's backward takes all heads at once where twice a layer's tensors fit. one: bytes of
-    [tokens, width]."""
+    """Attention's backward takes all heads at once where twice a layer's tensors are known to fit.
+    one: bytes of [tokens, width]."""
     return "least" if (TENSORS + _tensors(every)) * one >= (free or 0) else settings.aim
 
 

@@ -100,12 +100,12 @@ class StepSizes:
 
     Attributes:
         kinds: the kind of each layer, None for a layer that keeps nothing or must not keep all.
-        stands: bytes as the layers' forward ends, above those as it began, without what layers
-            keep that keep all.
+        stands: bytes allocated when the layers' forward ends, minus those when it began, without
+            what is kept by layers that keep everything.
         loss: the most bytes from then on until the layers' backward begins.
-        after: bytes as the layers' backward begins, above those as the forward ended.
-        tiled: the most bytes in the backward of tiled layers, above those as the forward began,
-            without the tile and all gradients.
+        after: bytes allocated when the layers' backward begins, minus those when the forward ended.
+        tiled: the most bytes allocated in the backward of tiled layers, minus those when the forward
+            began, without the tile and all gradients.
         gradients: bytes that the whole step leaves, its gradients.
         seconds: of the layers' forward.
         sure: a step with several layers that keep all was measured.

@@ -91,11 +91,11 @@ class Checkpointing:
             they do not fit on the device.
         keep: what a tiled layer keeps in addition to its input, if every is 1. "attention": attention's
             output, one more [batch, tokens, hidden] per layer, so that the attention forward runs
-            once. "gate_up": the MLP's gate and up too; a number: in so many of the first layers.
+            once. "gate_up": the MLP's gate and up too. A number n: in the first n layers alone.
             "input": nothing more.
         plain: how many of the last layers run without any checkpointing: they keep everything that
             autograd saves, and nothing in them runs again.
-        aim: the "fastest" step that fits, or "least" device memory: the smallest tiles, and
+        aim: the "fastest" step that fits, or "least" device memory: small tiles, and
             attention's backward by groups of heads.
 
     Raises:

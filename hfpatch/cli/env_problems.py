@@ -18,7 +18,7 @@ SUPPORTED = {
 
 NO_GPU = (
     "none that torch can use: hfpatch plan, profile and the tests work, training runs as plain "
-    "PyTorch on the CPU, correct but slow; fused kernels and copies beside compute need a GPU"
+    "PyTorch on the CPU, correct but slow; fused kernels and overlapped copies need a GPU"
 )
 
 
@@ -90,7 +90,7 @@ def _gpu_rules(facts):
         yield (
             cuda is not None and shown is not None,
             f"torch sees no GPU: CUDA_VISIBLE_DEVICES is {shown!r}.",
-            "unset it, or name a GPU that is there",
+            "unset it, or name an existing GPU",
         )
         yield (
             cuda is not None and shown is None,

@@ -43,8 +43,8 @@ def is_own(layer: nn.Module) -> bool:
 
 
 def reached(value) -> list:
-    """What a forward may write to, flat, from the nearest on: a module's attributes, what the user's
-    own code names, and what those hold. `wrote` compares it before and after a run."""
+    """The objects that a forward may write to, breadth first: a module's attributes, what the user's
+    own code names, and what those hold. `wrote` compares them before and after a run."""
     found = []
     todo = deque([value])
     seen = set()

@@ -84,9 +84,9 @@ class _Current(threading.local):  # a second thread may run another model meanwh
         self.batch: Batch | None = None
         self.declined = False  # whether the decoder runs with transformers' own code
         self.outer = Outer()
-        # The parallel.exchange.Sequence that shares the rows (context/ranks.py); False for no ranks.
+        # The parallel.exchange.RowRanks that share the rows (context/ranks.py); False for no ranks.
         self.sequence = None
-        # (the model that computes a loss, its labels, whether to shift them, their count)
+        # (the model that computes a loss, its labels, whether to shift them, ignore_index)
         self.target = None
         self.labelled = Labelled()
         # Gate and up of a fused MLP, kept from a layer's forward for its backward, so that they are
@@ -246,8 +246,8 @@ def in_role(role):
 def not_exchanged(what: str) -> ValueError:
     """The error for a forward that would take a rank's part of each row for the whole row."""
     return ValueError(
-        f"hfpatch: {what} cannot be exchanged between the ranks that share a sequence. Leave it "
-        "out, or train without sequence parallelism."
+        f"hfpatch: {what} does not work while ranks share a sequence. Leave it out, or train "
+        "without sequence parallelism."
     )
 
 

@@ -17,7 +17,7 @@ from hfpatch.parallel.exchange import Sequence
 
 SHORTEST_PART = 4  # tokens: two in each of two chunks
 MOST = 1 << 62  # more than any number of rows or tokens
-_sequences: dict = {}  # one Sequence a key, so that the agreements of its ranks persist
+_sequences: dict = {}  # one object a key: it is part of a shape's key in Policies
 
 
 def sequence_now(config, training: bool) -> Sequence | None:
@@ -41,7 +41,7 @@ def sequence_now(config, training: bool) -> Sequence | None:
             if training:
                 summed_gradients(deepspeed_config(), dist.get_world_size(group))
     if group_and_order is None and training and _several(ulysses_group()):
-        raise not_exchanged(f"{name} attention beside Ulysses, which exchanges another,")
+        raise not_exchanged(f"{name} attention beside Ulysses")
     if group_and_order is None or not _several(group_and_order[0]):
         return None
     return sequence_of(*group_and_order)
@@ -117,7 +117,11 @@ def refuse_uneven_rows(sequence: Sequence, tokens: Tensor, **beside: Tensor | No
     fits = all(shape in ((B, t), (1, t)) for shape in shapes.values())
     present = sum(1 << i for i, name in enumerate(beside) if name in shapes)
     sizes = (B, t, present)
-    mine = [*sizes, *(MOST - n for n in sizes), int(fits)]  # the least of both: no rank differs
+    mine = [
+        *sizes,
+        *(MOST - n for n in sizes),
+        int(fits),
+    ]  # n and -n are least on every rank only if n is equal
     if sequence.least(mine) != mine or not fits:
         raise ValueError(
             "hfpatch: all ranks that share a sequence must get parts of one shape, with labels and "

@@ -353,7 +353,7 @@ def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
 
 
 _PADDING = (
-    "outputs of {} at padding behind a row are not transformers'. Weight them by attention_mask."
+    "outputs of {} at right padding differ from transformers'. Multiply them by attention_mask."
 )
 
 

@@ -208,7 +208,7 @@ def kind_of(layer: nn.Module) -> tuple:
 
 def _settings(module: nn.Module, own: bool) -> tuple:
     """The (name, value) pairs of a module's settings. own: of a user's class, whose floats count by
-    whether they are 0. Of an integer counts that it is not None.
+    whether they are 0. An integer counts by whether it is None.
     """
     settings = {}
     for name, value in vars(module).items():
@@ -241,8 +241,8 @@ def numbers_of(layer: nn.Module) -> dict[tuple[str, str], int]:
 
 
 def _without_adapters(name: str, module: nn.Module):
-    """(name, module) of a module and of all in it. A wrapped module has its wrapper's name; of what
-    else is in PEFT's wrappers (adapters, trained copies) there is nothing."""
+    """(name, module) of a module and of all in it. A wrapped module has its wrapper's name. What else
+    is in PEFT's wrappers (adapters, trained copies) is skipped."""
     yield name, module
     for inner, m in module.named_children():
         if inner in WRAPPED:

@@ -282,7 +282,7 @@ class _Expected:
             except Exception as error:  # a layer that cannot be cut may raise anything
                 return why("batch raises", f"{type(error).__name__} on a {name} batch")
             if got.keys() != wanted.keys():
-                return why("other gradients", name)
+                return why("other gradients", f"a {name} batch")
             for what, value in wanted.items():
                 error = (got[what] - value).norm()
                 size = value.norm()

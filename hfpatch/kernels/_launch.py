@@ -1,4 +1,7 @@
-"""Helpers of kernels and of their launchers."""
+"""Helpers of kernels and of their launchers.
+
+Names in kernels: o_n are the offsets of a block along axis n, m_n its mask, b_n a block's size.
+"""
 
 import torch
 import triton

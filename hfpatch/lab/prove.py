@@ -178,8 +178,8 @@ def _rounded(values: dict) -> dict:
 CHECKS = (
     "comparisons pass. Each takes every output and every gradient: an error may be twice what plain "
     "PyTorch makes in the same dtype, plus one rounding step. The share is of that; above 1 it "
-    "fails. So does an error of exactly zero in half precision, and a reference of zeros: what "
-    "computes nothing gives them."
+    "fails. So does an error of exactly zero in half precision, and a reference of zeros: a device "
+    "that computes nothing gives them."
 )
 STEP_WORDS = """\
 One forward and backward of one row, random weights and tokens, no optimizer. `auto` is what a user

@@ -31,8 +31,8 @@ _USUAL = frozenset(
 
 
 def axes_of(args, kwargs, B: int, T: int) -> dict[str, tuple]:
-    """Argument -> the token axes of the tensors in it, of those that are not usual, None or False.
-    Those without a name have their position's."""
+    """Unusual argument -> the token axes of its tensors. Those that are None or False are left out;
+    those without a name have their position's."""
     both = {str(name): x for name, x in {**dict(enumerate(args)), **kwargs}.items()}
     given = (n for n in both.keys() - _USUAL if both[n] is not None and both[n] is not False)
     return {n: tuple(token_axis(x, B, T) for x in pytree.tree_leaves(both[n])) for n in given}

@@ -42,7 +42,7 @@ class LayerFunction(torch.autograd.Function):
                 "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
                 "the first of two."
             )
-        # having(): what Ctrl-C leaves inside ends here.
+        # having() resets what an interrupt leaves behind.
         with call.runtime.turn, having(), measured(call.step, call.layer):
             dx, grads = call.backward(dy, dextras, ctx.needs_input_grad[1], keeps_graph())
         return None, dx, *grads

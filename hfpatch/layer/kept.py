@@ -90,7 +90,7 @@ class Kept:
 
     @property
     def order(self) -> str:
-        """The order of the backward, a key of PASSES."""
+        """The order of the backward: a key of PASSES, and the method of Backward that runs it."""
         if not self.mixes:
             return "phase_a_after"
         if len(self.bounds) == 1:

@@ -38,8 +38,8 @@ from hfpatch.layer.whole import offloaded_checkpoint
 from hfpatch.layer.why_whole import BY_NAME, OTHER_MIXER, Why, first
 
 _RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the attention
-# outside: whether a layer is known to mix tokens outside attention. unknown: why nobody knows that;
-# None where it is known. Ranks can share rows where neither holds.
+# outside: whether a layer is known to mix tokens outside attention. unknown: why this is not known;
+# None where it is. Ranks can share rows where neither holds.
 Mixing = namedtuple("Mixing", "outside unknown")
 
 
@@ -191,7 +191,8 @@ class TiledLayer(PatchedLayer):
         reason = BY_NAME[why.name]
         runtime = self._hfpatch.runtime
         whole = self._whole(r)
-        # [Step 1] No backward will follow, or the caller wants probabilities: not checkpointed.
+        # [Step 1] No backward will follow (or it is eval mode), or the caller wants probabilities: not
+        # checkpointed.
         nothing_to_keep = not (self.training and torch.is_grad_enabled()) or not r.given.numel()
         if nothing_to_keep or r.kwargs.get("output_attentions"):
             return whole(r.given)

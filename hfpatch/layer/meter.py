@@ -81,6 +81,7 @@ class Meter:
         coming = to_come(parameters, self.gauge.device)
         dtype = autocast_dtype(self.gauge.device.type)
         waiting = sum(not s.over for s in self.steps)
+        # A step that makes the gradients, or one that adds to them.
         key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
         self.sizes.setdefault(key, StepSizes())
         plan = StepPlan(LEAST, keeps_all=[False] * self.n_layers)
@@ -116,8 +117,8 @@ class Meter:
             self.why = "memory ran out"
             names = [kind for kind, yes in zip(step.forward.kinds, step.kept_all) if yes]
             kept = sum(self.kinds[name].cost for name in names) * step.rows
-            # This step was too much by a tenth of the card, or by half of what layers kept. Plans
-            # reach `limit - share - reserve` at most.
+            # Assume that this step was too large by a tenth of the card, or by half of what layers
+            # kept. Plans reach `limit - share - reserve` at most.
             next_peak = (step.planned if kept else step.limit) - max(UNSURE * self.card, kept / 2)
             more = step.limit - step.plan.share * self.card - next_peak
             if not kept and step.rows:

@@ -1,5 +1,5 @@
-"""What a model's layers keep: for a first step of a batch shape the least (budget/first.py), then
-what the model's own steps have shown that there is room for (meter.py, budget/measured.py).
+"""What a model's layers keep: little in the first step of a batch shape (budget/first.py), then more,
+as far as the memory allows that the model's own steps used (meter.py, budget/measured.py).
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class Policies:
 
     @property
     def policies(self) -> list[Checkpointing]:
-        """Those of the last steps, one a batch shape."""
+        """The last policy of each batch shape."""
         return [shape.policy for shape in self.shapes.values()]
 
     @property
@@ -272,7 +272,7 @@ class Policies:
         own = shape.policy
         shape.steps += 1
         if shape.steps & (shape.steps - 1) == 0:
-            # numbers from 0
+            # least_of() takes no -1
             plain, tile, keep = least_of(group, [own.plain, own.tile, own.keep + 1])
             shape.agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
         shape.policy = shape.agreed

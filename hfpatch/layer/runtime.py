@@ -174,8 +174,8 @@ class LayerRuntime(Policies):
             host = gib(self.weights.host_bytes)
             slot = gib(self.weights.slot_bytes, 2)
             say(
-                f"frozen weights, {host}, wait on the host; two slots of {slot} "
-                "on the device take them in turn."
+                f"frozen weights, {host}, wait on the host; the device holds two layers at a time, "
+                f"{slot} each."
             )
 
     def weights_staying(self, layer: nn.Module, function):

@@ -54,7 +54,7 @@ class LayerTraits:
         if mixer in dict(self.timed):
             return "run in tiles through time"
         why = dict(self.untimed).get(mixer)
-        return "take all tokens at once, and again in backward" + (f": {why}" if why else "")
+        return "run over whole rows, and again in backward" + (f": {why}" if why else "")
 
     @property
     def mixes_outside(self) -> bool:

@@ -61,7 +61,7 @@ class WeightGradients(ExitStack):
         found = self._sum(index)
         if found is not None:
             found.add_(grad)
-        else:  # not widened: a weight around a mixer's tiles may get one gradient only
+        else:  # _sum widens it if a second one comes
             self.sums[index] = grad
 
     def adding(self, weight: Tensor):

@@ -7,7 +7,8 @@ its input offloaded; where it cannot run again in backward, it keeps everything.
     apply    the layer's small instance differed (decoder/probe.py, decoder/verdict.py)
     layer    modules, hooks and adapters in the layer, after each change of them (condition.py)
     forward  the mode and the process, once in each forward of the stack (condition.py)
-    batch    the arguments of the stack's forward: all its layers run untiled (decoder/batch.py)
+    batch    the arguments of the stack's forward: all its layers run untiled (decoder/batch.py).
+             They then see no batch, which for `call` is "not described", and nothing more is said
     call     the arguments of this layer's call (layer.py)
 
 For a rare case add a row; write no special code path. docs/internals/untiled.md is made from this list.
@@ -45,12 +46,12 @@ _NO_MASK = "_attach_context_parallel_hooks."
 # PEFT's adapters whose effect on a token depends on others, by class (of a module or of a LoRA
 # variant). PEFT is not imported for a model without adapters.
 _OVER_TOKENS = {
-    "peft.LilyLayer": "experts that all tokens' mean weighs",
+    "peft.LilyLayer": "experts weighted by a mean over all tokens",
     "peft.PveraLayer": "a draw for all tokens",
     "peft.MontecloraLinearVariant": "a draw for all tokens",
     "peft.VeloraLinearVariant": "a mean over the first batch",
 }
-# Those whose dropout drops parts of the update of all tokens.
+# Those whose dropout masks the weight update, for all tokens at once.
 _DRAW_ONCE = {
     "peft.LycorisLayer": "LoHa or LoKr",
     "peft.OFTLayer": "OFT",
@@ -229,7 +230,7 @@ REASONS = (
         "it draws by Python's or NumPy's random, which backward cannot repeat",
         keeps=True,
     ),
-    # What nobody tried.
+    # What was not probed.
     Reason("untried", "no small instance of it could be tried ({the error})"),
     Reason("other kind", "no layer of its kind in the small instance"),
     _layer(
@@ -240,13 +241,13 @@ REASONS = (
     # What the small instance showed.
     Reason("raised", "its small instance raised {an error}"),
     Reason("other mixer", "it mixes tokens by something other than attention"),
-    Reason("more results", "it returns more than hidden states and what belongs to single tokens"),
+    Reason("more results", "it returns values that do not belong to single tokens"),
     Reason("probed attention", "{why the attention that it calls cannot run in tiles}"),
     Reason("dependent mixers", "its mixers depend on each other"),
     Reason("buffer", "it writes to {a buffer, an attribute or a global}"),
     Reason("number", "what it does depends on {an integer that differs from layer to layer}"),
     Reason("batch raises", "it raises {an error on one of the batches}"),
-    Reason("other gradients", "other parameters have gradients on {one of the batches}"),
+    Reason("other gradients", "different parameters get gradients on {one of the batches}"),
     Reason("differs", "it differs from transformers on a {batch, in a gradient, by so much}"),
     # What is in the layer now.
     _layer(
@@ -267,7 +268,7 @@ REASONS = (
         lambda layer, c: any(map(split_by_hooks, c.snapshot.inside)),
     ),
     _layer("hooks", "hooks on {a module}", _hooked),
-    _layer("patched class", "another {class}.forward or rotation than at apply()", _patched),
+    _layer("patched class", "{class}.forward or its rotation changed since apply()", _patched),
     _layer(
         "other attention",
         "{a module around attention with another class or forward}",
@@ -300,7 +301,7 @@ REASONS = (
     # What the stack was given.
     _batch(
         "stack's attention",
-        "attention of a {class} that cannot be hfpatch's",
+        "attention of a {class}, which hfpatch cannot replace",
         lambda given, traits, batch: not traits.ours and given.kind.__name__,
     ),
     _batch(

@@ -153,7 +153,7 @@ class FusedCausalLM(TellsPositions):
         and only notes what TRL asked for. Every other assignment is made.
         """
         head = TrlHead.of(value) if name == "forward" else None
-        if head is None:  # also TRL's own, where this TRL is not 1.16
+        if head is None:  # also TRL's, if its closure has other names
             return super().__setattr__(name, value)
         vars(self)["_hfpatch_trl"] = head
 
@@ -322,4 +322,4 @@ def _telling(kind: type) -> type:
 
 def _read_logits(out):
     logits = vars(out).get("logits")
-    return _say_once(_NONE) if logits is None else logits
+    return _say_once(_NONE) if logits is None else logits  # it returns None

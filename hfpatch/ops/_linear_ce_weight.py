@@ -1,8 +1,9 @@
 """The gradient of a head's weight, summed over chunks of tokens.
 
-With one chunk of the weight's dtype, it is one matmul. Otherwise it is a float32 sum, rounded once
-at the end. On CUDA the matmul adds to the sum in its epilogue; elsewhere the operands are
-upcast a slice at a time. The sum is held as two slabs of half the vocabulary each. The first slab
+With one chunk, and logits of the weight's dtype, it is one matmul. Otherwise it is a float32 sum,
+rounded once at the end. On CUDA the matmul adds to the sum in its epilogue; elsewhere the operands are
+upcast a slice at a time. For a weight in half precision the sum is two slabs of half the vocabulary
+each. The first slab
 has the bytes of the rounded dW, so rounded rows overwrite float32 rows that were already read, and
 the second slab is freed. The sum and the rounded dW never exist side by side. The second slab
 starts at a multiple of 8 columns of the logits, because cuBLAS' fast kernels need pointers of whole

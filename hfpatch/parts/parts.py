@@ -83,7 +83,7 @@ def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
         kind, kind.forward, eps, getattr(norm, eps), weighted, _plain_items(norm)
     )
     if variant is None:
-        return "it computes something else than the fused norm"
+        return "its results differ from the fused norm's"
     return FusedRMSNorm, {"_hfpatch": variant}
 
 
@@ -116,7 +116,7 @@ def _norm_variant(
 
 
 def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
-    """exact: to the bit, but in float32, where the order of a sum may differ."""
+    """exact: equal to the bit, except in float32, where the order of a sum may differ."""
     for x_dtype, w_dtype in _NORM_DTYPES:
         x = 3 * make(7, 64)
         x[5] *= max(eps, 1e-12) ** 0.5  # where the epsilon counts
@@ -132,7 +132,7 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
             return False
         y = ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
         ours = with_gradients((y,), leaves)
-        # Gradients of 16 bits are sums of rounded terms: those of float32 tell.
+        # 16-bit gradients, sums of rounded terms, are too coarse to compare.
         steps = (4, 4096, 4096) if x_dtype == torch.float32 else (int(not exact),)
         if wrote(before, probe) or not all(map(close, ours, theirs, steps)):
             return False

@@ -125,7 +125,7 @@ def _rope_reason(forward, theirs) -> str | None:
             ours = with_gradients(ops.rope(*args), leaves)
             # Stock rounds two products and their sum; fused rounds once.
             if not all(map(close, ours, wanted, [8] * 4)):
-                return "its rotation is another"
+                return "its rotation differs from the fused one"
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its rotation takes other arguments ({type(error).__name__})"
     return "its rotation writes to more than its output" if wrote(before, theirs) else None

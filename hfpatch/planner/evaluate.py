@@ -253,7 +253,7 @@ def _plan_of(run: Run, placement: str, policy: Checkpointing, cost: Cost) -> Pla
         (tiled and run.on_disk, f"checkpoints wait in files, on {DISK}"),
         (
             steps_of(run, placement).carried_on(run.seq_len, counted),
-            "run on shorter rows and carried on",
+            "extrapolated from shorter rows",
         ),
         (run.gpu.float8 > 1, float8.SAID),
     )

@@ -19,7 +19,7 @@ from hfpatch.compat import has_values
 
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
-    """Allocates a host buffer of nbytes (uint8). All host buffers of the package come from here.
+    """Allocates a host buffer of nbytes (uint8). Those of checkpoints and frozen weights come from here.
 
     mapped: whole pages from mmap, for pinning. The mapping is private and a fork does not inherit
     it: data loader workers would keep a shared one alive after this process frees it. Raises
@@ -165,7 +165,7 @@ def seconds_between(begins, ends) -> float | None:
 
 
 class Speed:
-    """Bytes a second of copies on the current stream. One large copy is timed after another."""
+    """Bytes a second of copies on the current stream. One large copy is timed at a time."""
 
     LEAST = 16 << 20  # bytes of a copy that is timed
 

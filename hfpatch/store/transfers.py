@@ -5,26 +5,27 @@ Beside a device's compute stream each Transfers has two: to_host (copies to the 
 
 A stream waits, and the CPU runs ahead:
 
-    save(x)      to_host waits for compute     x is complete, and so is the block's last fetch:
-                 copy x -> block on to_host    its ticket made compute wait for it
+    save(x)      to_host waits for compute     x is computed, and earlier fetches from the block are
+                 copy x -> block on to_host    done: compute waited for their tickets
                  x stays in `unsettled`
-    settle()     compute waits for the copy    then x is freed, and its memory may be reused
+    settle()     compute waits for the copies  then those x are freed, and their memory may be
+                 of the x that it releases     reused; the others stay
     out buffers  to_device waits for compute   earlier kernels in that memory are done
                                                (kept.destinations)
     fetch(...)   to_device waits for compute,  earlier kernels in that memory are done, and the
-                 or for the slot's last use    source is written: settle() came first
+                 or for the slot's last use    source is written: the caller settled first
                  copy block -> slot on to_device
     ticket.wait  compute waits for to_device   the tensors may be used
-    ticket.done  the tensors' own stream       then their memory may be reused. done() is called at
-                 waits for the copy or for     the last use of the tensors, or when an unused ticket
-                 the stream that used them     is freed. It marks the slot's last use
+    ticket.done  the tensors' own stream       then their memory may be reused, and the slot records
+                 waits for the copy or for     its last use. done() is called at the last use of the
+                 the stream that used them     tensors, or when an unused ticket is freed
 
 The CPU waits:
 
     save(x) to a file       for an older write              at most disk.UNDER_WAY tensors wait to
                                                             be written
     ticket.wait, a file     for the read                    the threads fill host memory
-                            for an older tile's copy        then a thread may fill its host memory
+                            for an older tensor's copy      then a thread may fill its host memory
     on_host()               for compute                     the CPU reads labels, padding, documents
                                                             before a batch's layers
     a pinned block's end    for the device                  no copy uses the block (device._unpin)

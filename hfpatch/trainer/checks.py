@@ -20,7 +20,7 @@ def _expect_folder(flag: str, name: str) -> None:
     path = Path(name).absolute()
     there = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "which may not be written to" if there.is_dir() else "which is no folder"
+        what = "which may not be written to" if there.is_dir() else "a file"
         raise ValueError(f"hfpatch: --{flag} must be a folder, got {there}, {what}. Name another.")
 
 

@@ -75,7 +75,7 @@ def begin(model, args) -> None:
                     meter.load(entry["measured"])
                     used = Path(folder) / FILE
     if used:
-        say(f"layers start with what an earlier run measured that fits ({used}).")
+        say(f"layers start from the memory that an earlier run measured ({used}).")
 
 
 def write(model, args, folder=None) -> Path | None:

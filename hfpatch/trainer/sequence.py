@@ -124,7 +124,7 @@ def _heads_told(config):
 def shares_exactly(model) -> bool:
     """Whether ranks can share rows in all of the model's layers, unchanged since the probe."""
     layers = [m for m in model.modules() if isinstance(m, PatchedLayer)]
-    # Of a layer that mixes tokens outside attention the stack decides.
+    # For layers that mix tokens outside attention the stack decides.
     unknown = any(mixing_of(m._hfpatch.traits, look(m)).unknown for m in layers)
     return not unknown and shares_rows(model)
 

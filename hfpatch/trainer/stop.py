@@ -31,9 +31,7 @@ class StopCleanly(TrainerCallback):
         def note(number, frame):
             self._heard = number
             signal.signal(number, self._before[number])  # a second signal ends the process at once
-            said = (
-                "stopping after the step in hand, with a checkpoint; a second signal ends at once."
-            )
+            said = "saving a checkpoint after this step, then stopping; signal again to stop now."
             os.write(2, f"hfpatch: {said}\n".encode())
 
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -101,7 +101,7 @@ def told(model) -> str:
 
 
 MAY_READ = "or padding behind a row, until a backward shows that no loss reads it."
-OTHERS = "outputs of LlamaModel at padding behind a row are not transformers'."
+OTHERS = "outputs of LlamaModel at right padding differ from transformers'."
 
 # How a forward with labels differs: (class, options of apply, change of the model, arguments).
 LABELLED = {
@@ -266,7 +266,7 @@ def test_a_teachers_padding_is_transformers_or_has_a_line(most, monkeypatch):
     with torch.no_grad():
         got, wanted = (model(**batch, use_cache=False).logits for model in (ours, stock))
     exact = (got - wanted).norm() <= 1e-5 * wanted.norm()
-    line = OTHERS + " Weight them by attention_mask."
+    line = OTHERS + " Multiply them by attention_mask."
     assert exact if most else line in ours._hfpatch_report.notes
 
 

@@ -150,14 +150,14 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"max_steps": 0}, "--max_steps must be 1 or more"),
         ({"seq_len": "8x"}, "a length must be tokens such as 8192, 128k or 1M, got '8x'"),
         ({"seq_len": "128k"}, "--seq-len must be at most the model's"),
-        ({"output_dir": tmp_path / "file" / "run"}, "file, which is no folder"),
+        ({"output_dir": tmp_path / "file" / "run"}, "file, a file"),
         ({"output_dir": "/proc/nothing/run"}, "there is no such file or folder"),
         ({"cache_dir": tmp_path / "file"}, "a file is where a folder must be"),
         (
             {"checkpointing": tmp_path / "file"},
             "a directory written as a path",
         ),
-        ({"checkpointing": tmp_path / "file" / "below"}, "file, which is no folder"),
+        ({"checkpointing": tmp_path / "file" / "below"}, "file, a file"),
         ({"checkpointing": "somewhere"}, "checkpointing must be"),
         ({"zzz": 1}, "unknown flag '--zzz'. See hfpatch train --help"),
         (

@@ -75,7 +75,7 @@ def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
     first = layers_of(ours)[0]
     assert list(first._hfpatch.traits.mixers) == [mixer]
     kind = type(first.get_submodule(mixer)).__name__
-    assert f"{kind}s, which mix tokens, {first._hfpatch.traits.in_time(mixer)}" in str(report)
+    assert f"{kind} mixers {first._hfpatch.traits.in_time(mixer)}" in str(report)
     plain = batch()
     holes = {**plain, "attention_mask": torch.ones(2, 40, dtype=torch.long)}
     holes["attention_mask"][0, 11:13], holes["attention_mask"][1, -5:] = 0, 0

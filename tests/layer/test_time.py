@@ -298,10 +298,7 @@ def test_a_mixer_that_cannot_runs_whole_and_the_report_says_why(name, why):
     its own.
     """
     ours, report = patched(families.small_model(name))
-    assert (
-        not timed_mixers(ours)
-        and f"take all tokens at once, and again in backward: {why}" in report
-    )
+    assert not timed_mixers(ours) and f"run over whole rows, and again in backward: {why}" in report
 
 
 @pytest.fixture

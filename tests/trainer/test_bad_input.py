@@ -302,7 +302,7 @@ def test_folder_of_another_run_is_left_alone(refused, run_train):
     refused("holds another run (checkpoint-2)", name="first")
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
     (folder.parent / "file").touch()
-    refused("which is no folder", name="file")
+    refused("file, a file", name="file")
 
 
 def test_checkpoint_that_does_not_match(refused, run_train, tmp_path):
