@@ -69,7 +69,7 @@ def attention(
 
     The mask holds the window, as in transformers' own eager and sdpa functions.
     """
-    if attention_mask is None and _sequence() is not None:
+    if attention_mask is None and _row_ranks() is not None:
         # accelerate's hooks drop masks; before 1.15 they drop masks of windows too
         if not attends_to_all_before(getattr(module, "config", None)):
             raise not_exchanged(
@@ -108,13 +108,13 @@ def _told(module, kwargs) -> str | None:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of a layer that is not tiled. sequence: the ranks that share its rows, or None."""
+    """Attention of a layer that is not tiled. row_ranks: the ranks that share its rows, or None."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, options, sequence):
+    def forward(ctx, q, k, v, sinks, options, row_ranks):
         ctx.attention = Attention(wide=True)
-        if sequence is not None:
-            ctx.attention = ExchangedAttention(sequence)
+        if row_ranks is not None:
+            ctx.attention = ExchangedAttention(row_ranks)
         outs, lses = ctx.attention.forward([options], [], [q, k, v])
         ctx.save_for_backward(q, k, v, *outs, *lses)
         return outs[0]
@@ -128,16 +128,16 @@ class _Attention(torch.autograd.Function):
         return *grads, *dsinks, None, None
 
 
-def _sequence():
+def _row_ranks():
     """The ranks that share the rows of the running forward, or None."""
-    return None if current.batch is None else current.batch.sequence
+    return None if current.batch is None else current.batch.row_ranks
 
 
 def _whole(call: AttentionCall, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     """(out, probabilities or None) of whole rows. kwargs: the other arguments of the call."""
-    sequence = _sequence()
+    row_ranks = _row_ranks()
     reason = call.why_not_tiled()
-    if reason is not None and sequence is not None:
+    if reason is not None and row_ranks is not None:
         raise not_exchanged(reason)
     scaled = call.softcap is not None or call.sinks_H is not None
     probabilities = current.batch is not None and current.batch.probabilities
@@ -146,7 +146,7 @@ def _whole(call: AttentionCall, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     if reason is not None:
         return _by_sdpa(call), None
     q, k, v = _cast(call)
-    return _Attention.apply(q, k, v, call.sinks_H, call.options(), sequence), None
+    return _Attention.apply(q, k, v, call.sinks_H, call.options(), row_ranks), None
 
 
 def _cast(call: AttentionCall) -> list[Tensor]:

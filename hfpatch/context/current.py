@@ -85,7 +85,7 @@ class _Current(threading.local):  # a second thread may run another model meanwh
         self.declined = False  # whether the decoder runs with transformers' own code
         self.outer = Outer()
         # The parallel.exchange.RowRanks that share the rows (context/ranks.py); False for no ranks.
-        self.sequence = None
+        self.row_ranks = None
         # (the model that computes a loss, its labels, whether to shift them, ignore_index)
         self.target = None
         self.labelled = Labelled()
@@ -296,7 +296,7 @@ def standard(config) -> str | None:
     """
     name = named(config).attention or ""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
-    by_engine = ulysses(function) is not None  # see ranks.sequence_now
+    by_engine = ulysses(function) is not None  # see ranks.row_ranks_now
     if name in ("eager", "sdpa", "flex_attention"):
         theirs = function is None or function.__module__.startswith("transformers.")
         return name if theirs or by_engine else None

@@ -209,9 +209,9 @@ def _padding(
     # Where it is unknown what the loss reads, back padding makes no holes, and all padding counts as
     # read.
     loss_BT = torch.zeros_like(visible_BT) if idle_BT is None else ~idle_BT.bool()
-    hidden_BT = ~visible_BT
-    read_BT = hidden_BT if idle_BT is None or watched else hidden_BT & loss_BT
-    return bool((hidden_BT & ~front_BT & (~back_BT | loss_BT)).any()), bool(read_BT.any())
+    padding_BT = ~visible_BT
+    read_BT = padding_BT if idle_BT is None or watched else padding_BT & loss_BT
+    return bool((padding_BT & ~front_BT & (~back_BT | loss_BT)).any()), bool(read_BT.any())
 
 
 def _chunks(starts_BT: Tensor, positions_BT: Tensor | None, chunk: int) -> Tensor:

@@ -30,7 +30,7 @@ class Batch:
         cu_seq_lens: [n+1] offsets over the flattened tokens (FlashAttention's keyword), or None.
         idle_BT: tokens whose output the loss does not read, or None.
         watched: whether other code may read it.
-        sequence: the ranks that share these rows (parallel.exchange.Sequence), or None.
+        row_ranks: the ranks that share these rows (parallel.exchange.RowRanks), or None.
     """
 
     def __init__(
@@ -43,19 +43,21 @@ class Batch:
         cu_seq_lens=None,
         idle_BT=None,
         watched=False,
-        sequence=None,
+        row_ranks=None,
     ):
         self.B = B
         self.T = T
-        self.t = T if sequence is None else T // sequence.size  # tokens of this rank
+        self.t = T if row_ranks is None else T // row_ranks.size  # tokens of this rank
         self.device = device
         self.given = (attention_mask, position_ids, cu_seq_lens)
         self.idle_BT = idle_BT
         self.watched = watched
-        self.sequence = sequence
+        self.row_ranks = row_ranks
         self.only_restarts = False  # whether positions start documents at restarts alone
         self.probabilities = False  # whether attention returns them too
-        self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
+        self.packed_row = (
+            None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
+        )
         self._rows: dict = {}
         self._parts: dict = {}
 
@@ -96,7 +98,7 @@ class Batch:
         """
         visible, positions, offsets = self.given
         packed = positions is not None and visible is None and offsets is None
-        if not packed or self.only_restarts or self.sequence is not None:
+        if not packed or self.only_restarts or self.row_ranks is not None:
             return function
         positions = positions.expand(self.B, -1).to(self.device)
         number_BT = masking_utils.find_packed_sequence_indices(positions)

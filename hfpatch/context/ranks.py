@@ -13,14 +13,14 @@ from hfpatch.compat import (
     ulysses_group,
 )
 from hfpatch.context.current import current, having, named, not_exchanged
-from hfpatch.parallel.exchange import Sequence
+from hfpatch.parallel.exchange import RowRanks
 
 SHORTEST_PART = 4  # tokens: two in each of two chunks
 MOST = 1 << 62  # more than any number of rows or tokens
-_sequences: dict = {}  # one object a key: it is part of a shape's key in Policies
+_row_ranks: dict = {}  # one object a key: it is part of a shape's key in Policies
 
 
-def sequence_now(config, training: bool) -> Sequence | None:
+def row_ranks_now(config, training: bool) -> RowRanks | None:
     """The ranks that share the rows of the forward that runs, or None where every process has whole
     rows.
 
@@ -28,8 +28,8 @@ def sequence_now(config, training: bool) -> Sequence | None:
     Ulysses off there; `sharded()` overrides. Under torch's context_parallel, every forward inside
     the context is sharded.
     """
-    if current.sequence is not None:
-        return current.sequence or None
+    if current.row_ranks is not None:
+        return current.row_ranks or None
     if not (dist.is_available() and dist.is_initialized()):
         return None
     name = named(config).attention
@@ -44,7 +44,7 @@ def sequence_now(config, training: bool) -> Sequence | None:
         raise not_exchanged(f"{name} attention beside Ulysses")
     if group_and_order is None or not _several(group_and_order[0]):
         return None
-    return sequence_of(*group_and_order)
+    return row_ranks_of(*group_and_order)
 
 
 def _several(group) -> bool:
@@ -78,16 +78,16 @@ def summed_gradients(config: dict, size: int) -> None:
         )
 
 
-def sequence_of(group, zigzag: bool = False) -> Sequence:
-    """The one Sequence of a process group and its way of dealing tokens."""
-    return _sequences.setdefault((group, zigzag), Sequence(group, zigzag))
+def row_ranks_of(group, zigzag: bool = False) -> RowRanks:
+    """The one RowRanks of a process group and its way of dealing tokens."""
+    return _row_ranks.setdefault((group, zigzag), RowRanks(group, zigzag))
 
 
-def sharded(sequence: Sequence | None | bool):
-    """A context in which forwards share their rows with the ranks of `sequence`; with no ranks if
+def sharded(row_ranks: RowRanks | None | bool):
+    """A context in which forwards share their rows with these ranks; with no ranks if
     it is False.
     """
-    return having(sequence=sequence)
+    return having(row_ranks=row_ranks)
 
 
 def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
@@ -103,12 +103,12 @@ def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
     )
 
 
-def refuse_uneven_rows(sequence: Sequence, tokens: Tensor, **beside: Tensor | None) -> None:
+def refuse_uneven_rows(row_ranks: RowRanks, tokens: Tensor, **beside: Tensor | None) -> None:
     """Raises ValueError on all ranks if their parts of the rows differ in shape, or labels and the
     like differ from the tokens. Ranks that continued would wait for the others.
 
     Args:
-        sequence: the ranks that share the rows.
+        row_ranks: the ranks that share the rows.
         tokens: [B, t] or [B, t, D].
         beside: name -> [B or 1, t], or None.
     """
@@ -122,20 +122,20 @@ def refuse_uneven_rows(sequence: Sequence, tokens: Tensor, **beside: Tensor | No
         *(MOST - n for n in sizes),
         int(fits),
     ]  # n and -n are least on every rank only if n is equal
-    if sequence.least(mine) != mine or not fits:
+    if row_ranks.least(mine) != mine or not fits:
         raise ValueError(
             "hfpatch: all ranks that share a sequence must get parts of one shape, with labels and "
-            f"position_ids as long as input_ids; rank {sequence.rank} got input_ids {(B, t)} and "
+            f"position_ids as long as input_ids; rank {row_ranks.rank} got input_ids {(B, t)} and "
             f"{shapes}. Cut or pad the sequences before they are dealt out."
         )
 
 
-def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tensor | None]:
+def whole_rows(row_ranks: RowRanks, B: int, *shards: Tensor | None) -> list[Tensor | None]:
     """Whole rows [B, T] from parts [1 or B, t] (attention_mask, position_ids and the like), in one
     exchange; None for None.
     """
     parts = [x.expand(B, -1) for x in shards if x is not None]
-    whole = iter(sequence.whole(*(x.long() for x in parts)) if parts else ())
+    whole = iter(row_ranks.whole(*(x.long() for x in parts)) if parts else ())
     return [None if x is None else next(whole).to(x.dtype) for x in shards]
 
 

@@ -19,7 +19,7 @@ from hfpatch.context.ranks import (
     SHORTEST_PART,
     refuse_shared_mixers,
     refuse_uneven_rows,
-    sequence_now,
+    row_ranks_now,
     whole_rows,
 )
 from hfpatch.layer.why_whole import first
@@ -76,11 +76,11 @@ class Inputs:
         probabilities: the caller asks for attention's probabilities.
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
-        watched: there is a [B, T] mask, and more than a known loss may read outputs.
-        behind: watched, and some row ends in padding.
-        reads: outputs behind a row must equal transformers': the layers are stock, a gradient
-            reached padding before, or that is not known yet and the batch has at most FEW tokens.
-        sequence: the ranks that share the rows, or None.
+        may_be_read: there is a [B, T] mask, and more than a known loss may read outputs.
+        right_padded: may_be_read, and some row ends in padding.
+        padding_matters: outputs at right padding must equal transformers': the layers are stock, a
+            gradient reached padding before, or may (not known yet, and at most FEW tokens).
+        row_ranks: the ranks that share the rows, or None.
     """
 
     kind: type
@@ -107,10 +107,10 @@ class Inputs:
     probabilities: bool = False
     encoder: bool = False
     idle_BT: Tensor | None = None
-    watched: bool = False
-    behind: bool = False
-    reads: bool = False
-    sequence: object = None
+    may_be_read: bool = False
+    right_padded: bool = False
+    padding_matters: bool = False
+    row_ranks: object = None
 
     @property
     def covers_the_cache(self) -> bool:
@@ -134,7 +134,7 @@ class Inputs:
         return None
 
     @cached_property
-    def packed(self) -> bool:
+    def has_documents(self) -> bool:
         """Whether rows hold several documents, by their positions. Waits for the device, once."""
         return packs(self.B, self.positions, self.seen, None)
 
@@ -163,8 +163,8 @@ def read_batch(stack, kwargs: dict, watched: bool) -> Inputs | None:
     idle = current.labelled.idle_BT
     if isinstance(idle, Tensor) and idle.shape != (B, T):
         idle = None  # of other tokens (a soft prompt that the model's forward adds)
-    watched = visible and (watched or current.labelled.watched or idle is None)
-    behind = watched and bool(on_host((~mask.bool()[:, -1]).any()))
+    may_be_read = visible and (watched or current.labelled.watched or idle is None)
+    right_padded = may_be_read and bool(on_host((~mask.bool()[:, -1]).any()))
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Inputs(
         kind=type(stack),
@@ -191,10 +191,10 @@ def read_batch(stack, kwargs: dict, watched: bool) -> Inputs | None:
         probabilities=asks_for("output_attentions", stack, kwargs),
         encoder=kwargs.get("encoder_hidden_states") is not None,
         idle_BT=idle,
-        watched=watched,
-        behind=behind,
-        reads=behind and (runtime is None or runtime.padding_is_read(B * T <= FEW)),
-        sequence=sequence_now(config, training),
+        may_be_read=may_be_read,
+        right_padded=right_padded,
+        padding_matters=right_padded and (runtime is None or runtime.padding_is_read(B * T <= FEW)),
+        row_ranks=row_ranks_now(config, training),
     )
 
 
@@ -207,7 +207,7 @@ def share_rows(inputs: Inputs) -> tuple[Inputs, dict]:
     if inputs.cache is not None:
         raise not_exchanged("a KV cache")
     refuse_uneven_rows(
-        inputs.sequence,
+        inputs.row_ranks,
         inputs.tokens,
         labels=current.labelled.labels,
         position_ids=inputs.positions,
@@ -220,11 +220,11 @@ def share_rows(inputs: Inputs) -> tuple[Inputs, dict]:
             "before it is sharded."
         )
     mask, positions, idle = whole_rows(
-        inputs.sequence, inputs.B, inputs.rows_mask, inputs.positions, inputs.idle_BT
+        inputs.row_ranks, inputs.B, inputs.rows_mask, inputs.positions, inputs.idle_BT
     )
     whole = replace(
         inputs,
-        T=inputs.T * inputs.sequence.size,
+        T=inputs.T * inputs.row_ranks.size,
         rows_mask=mask,
         positions=positions,
         idle_BT=idle,
@@ -249,7 +249,7 @@ def without_unread_cache(inputs: Inputs) -> tuple[Inputs, bool, dict]:
         if inputs.cache_name is not None:
             changes[inputs.cache_name] = None
         inputs = replace(inputs, cache=None, use_cache=None)
-    unsaid = inputs.cache is None and inputs.use_cache is None and inputs.sequence is None
+    unsaid = inputs.cache is None and inputs.use_cache is None and inputs.row_ranks is None
     cached = unread or unsaid and inputs.makes_cache
     mask = inputs.mask
     by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == inputs.B
@@ -281,13 +281,14 @@ def decide(
     if has_cache:
         _refuse_documents_beside_a_cache(inputs, traits)
         return None, None, changes
-    if traits.mixers and inputs.sequence is not None:
+    if traits.mixers and inputs.row_ranks is not None:
         _check_shared_mixers(inputs, traits)
     batch = _batch(inputs, cached or not traits.searches)
     why = first("batch", None, inputs, traits, batch)
     if why is None:
-        return batch, _PADDING.format(inputs.kind.__name__) if inputs.behind else None, changes
-    if inputs.sequence is not None:
+        padding = _PADDING.format(inputs.kind.__name__) if inputs.right_padded else None
+        return batch, padding, changes
+    if inputs.row_ranks is not None:
         raise not_exchanged(why)
     line, more = _by_transformers(inputs, traits, why)
     return None, line, changes | more
@@ -311,7 +312,7 @@ def _settle_cache(inputs: Inputs, cached: bool) -> tuple[bool, dict]:
         return True, {}
     if inputs.use_cache is not None:
         return inputs.use_cache, {}
-    if cached and not inputs.trains and not inputs.packed:
+    if cached and not inputs.trains and not inputs.has_documents:
         return True, {}
     # Models make a cache in training too, which nothing reads. RWKV makes none there.
     return False, {"use_cache": False}
@@ -321,10 +322,10 @@ def _check_shared_mixers(inputs: Inputs, traits: StackTraits) -> None:
     """ValueError for mixers that cannot run over rows that ranks share."""
     if not (traits.timed and inputs.tiled):
         refuse_shared_mixers(inputs.kind)
-    if inputs.T // inputs.sequence.size < SHORTEST_PART:
+    if inputs.T // inputs.row_ranks.size < SHORTEST_PART:
         raise ValueError(
             f"hfpatch: each rank must get at least {SHORTEST_PART} tokens of each sequence, got "
-            f"{inputs.T // inputs.sequence.size}. Pad the sequences, or share them between fewer "
+            f"{inputs.T // inputs.row_ranks.size}. Pad the sequences, or share them between fewer "
             "ranks."
         )
 
@@ -332,7 +333,7 @@ def _check_shared_mixers(inputs: Inputs, traits: StackTraits) -> None:
 def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
     """The batch of hfpatch's layers."""
     idle_BT = inputs.idle_BT
-    if inputs.reads and inputs.sequence is None and not inputs.packed:
+    if inputs.padding_matters and inputs.row_ranks is None and not inputs.has_documents:
         idle_BT = torch.zeros_like(inputs.rows_mask, dtype=torch.bool)
     batch = Batch(
         inputs.B,
@@ -342,10 +343,10 @@ def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
         inputs.positions,
         # Where rows are shared, offsets would count this rank's tokens. The positions give the same
         # documents for whole rows.
-        inputs.offsets if inputs.sequence is None else None,
+        inputs.offsets if inputs.row_ranks is None else None,
         idle_BT,
-        inputs.watched,
-        inputs.sequence,
+        inputs.may_be_read,
+        inputs.row_ranks,
     )
     batch.only_restarts = only_restarts
     batch.probabilities = inputs.probabilities
@@ -363,7 +364,7 @@ def _refuse_documents_beside_a_cache(inputs: Inputs, traits: StackTraits) -> Non
     """
     # The caller's own mask limits attention alone; mixers do not read it.
     of_scores = inputs.other_mask and not inputs.covers_the_cache
-    if (traits.mixers or not of_scores) and inputs.packed:
+    if (traits.mixers or not of_scores) and inputs.has_documents:
         raise ValueError(
             "hfpatch: a KV cache needs one document a sequence, got position_ids that restart. "
             "Pass use_cache=False, which keeps the documents apart."
@@ -375,7 +376,7 @@ def _by_transformers(inputs: Inputs, traits: StackTraits, why: str) -> tuple[str
     where documents would see each other.
     """
     changes = {}
-    if inputs.rows_mask is not None and inputs.packed:
+    if inputs.rows_mask is not None and inputs.has_documents:
         # With a mask, transformers does not look for documents.
         changes["attention_mask"] = None
         if not bool(inputs.rows_mask.all()):

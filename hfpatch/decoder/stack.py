@@ -102,18 +102,18 @@ class PatchedStack(KeepsSignature):
         if inputs is not None and _says_not_causal(layers, kwargs):
             inputs = replace(inputs, causal=False)
         if runtime is not None:
-            runtime.hidden_BT = None
+            runtime.padding_BT = None
         # [Step 4] Decide whether our attention takes this batch, and which tokens see each other.
         batch = None
         if inputs is not None:
             if runtime is not None and runtime.weights.on:
                 runtime.weights_to_host(self, inputs.tokens.device)
             batch = _batch_of(self, inputs, kwargs)
-            if runtime is not None and inputs.behind:
-                runtime.hidden_BT = ~inputs.rows_mask.bool()
+            if runtime is not None and inputs.right_padded:
+                runtime.padding_BT = ~inputs.rows_mask.bool()
         # [Step 5] Run transformers' own forward, with our attention or without it.
         if batch is not None:
-            batch.packed = packed_row(inputs, traits, layers, all(as_tried), batch)
+            batch.packed_row = packed_row(inputs, traits, layers, all(as_tried), batch)
             return _run_ours(self, batch, kwargs)
         with having(declined=True):
             return self._hfpatch_stock(kwargs)
@@ -156,7 +156,7 @@ def _batch_of(stack: "PatchedStack", inputs: Inputs, kwargs) -> Batch | None:
     with the changes that these functions return.
     """
     inputs, cached, changes = without_unread_cache(inputs)
-    if inputs.sequence is not None:
+    if inputs.row_ranks is not None:
         if asks_for("output_router_logits", stack, kwargs):
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)

@@ -41,9 +41,9 @@ class PackedRow:
     """
 
     def __init__(self, batch: Batch, bounds: tuple[int, ...], N: int):
-        hidden_N = ~batch.given[0].flatten().bool()
+        padding_N = ~batch.given[0].flatten().bool()
         # Real tokens first, in their order, then padding up to N.
-        self.at_N = hidden_N.to(torch.uint8).argsort(stable=True)[:N]
+        self.at_N = padding_N.to(torch.uint8).argsort(stable=True)[:N]
         self.real = bounds[-1]
         if N > self.real:
             bounds = (*bounds, N)  # what is filled up is a document of its own
@@ -114,7 +114,7 @@ def packed_row(
         - the small instance's outputs differed
     """
     able = as_tried and traits.unpads and (inputs.tiled or not traits.mixers)
-    if not able or inputs.rows_mask is None or batch.probabilities or batch.sequence:
+    if not able or inputs.rows_mask is None or batch.probabilities or batch.row_ranks:
         return None
     for layer in layers:
         if not isinstance(layer, PatchedLayer) or compiled_by_itself(layer):

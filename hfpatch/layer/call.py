@@ -78,14 +78,14 @@ class LayerCall(Kept):
         """Sets Mixer.time on those mixers that can run in tiles through time. rerun: as in attend."""
         traced = self.traced
         timed = dict(traced.traits.timed)
-        sequence = traced.batch.sequence
+        row_ranks = traced.batch.row_ranks
         transfers = None
         if self.queue is not None and (rerun or self.policy.saves_attention):
             transfers = self.queue.transfers
         for name, mixer in zip(traced.traits.mixers, traced.mixers):
             if name in timed and (rerun or mixer.time is None):
                 given = timed[name], self.policy.tile, transfers, traced.rng
-                mixer.time = RankTiles(sequence, *given) if sequence else TimeTiles(*given)
+                mixer.time = RankTiles(row_ranks, *given) if row_ranks else TimeTiles(*given)
 
     def before(self, tiles) -> list[Tensor]:
         """q, k, v of whole rows, from an iterable of (bounds, x tile), without a graph."""

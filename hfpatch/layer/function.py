@@ -67,8 +67,8 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     if traced.traits.carries is not None and not state.gathered:
         timed = in_time(traced, policy, runtime, x)
     attention = Attention(wide=policy.aim == "fastest")
-    if traced.batch.sequence is not None:
-        attention = ExchangedAttention(traced.batch.sequence)
+    if traced.batch.row_ranks is not None:
+        attention = ExchangedAttention(traced.batch.row_ranks)
     call = (TimedCall if timed else LayerCall)(
         layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, state=state,
         shards=runtime.shards if policy.every == 1 else None, attention=attention, **timed,

@@ -24,7 +24,7 @@ from hfpatch.context.current import (
 )
 from hfpatch.context.documents import refuse_packed
 from hfpatch.context.masks import Batch
-from hfpatch.context.ranks import refuse_shared_mixers, sequence_now
+from hfpatch.context.ranks import refuse_shared_mixers, row_ranks_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
 from hfpatch.layer.function import tiled_layer
@@ -50,7 +50,7 @@ class Request:
     Attributes:
         x: [B, T, D], residual streams joined; given: x as the caller passed it.
         batch: the description of the tokens, None if transformers' attention runs.
-        sequence: the ranks that share the rows, or None.
+        row_ranks: the ranks that share the rows, or None.
     """
 
     x: Tensor
@@ -58,7 +58,7 @@ class Request:
     args: tuple
     kwargs: dict
     batch: Batch | None
-    sequence: object
+    row_ranks: object
     condition: Condition
 
 
@@ -72,10 +72,10 @@ class PatchedLayer:
     _hfpatch: Patched
 
     def __call__(self, hidden_states, *args, **kwargs):
-        if torch.compiler.is_compiling() or getattr(current.batch, "packed", None) is None:
+        if torch.compiler.is_compiling() or getattr(current.batch, "packed_row", None) is None:
             return super().__call__(hidden_states, *args, **kwargs)
         # Around the hooks of engines, which may hand on another tensor (FSDP2, DeepSpeed).
-        return current.batch.packed.run(
+        return current.batch.packed_row.run(
             super().__call__, self._hfpatch.traits, hidden_states, args, kwargs
         )
 
@@ -86,8 +86,8 @@ class PatchedLayer:
     def _sequence(self, batch: Batch | None):
         """The ranks that share the rows of the running forward, or None."""
         if batch is not None:
-            return batch.sequence
-        found = (sequence_now(config, self.training) for config in self._hfpatch.configs)
+            return batch.row_ranks
+        found = (row_ranks_now(config, self.training) for config in self._hfpatch.configs)
         return next(filter(None, found), None)
 
     def _refuse_parts(self, batch: Batch | None, condition: Condition, timed: bool = False) -> None:
@@ -162,7 +162,7 @@ class TiledLayer(PatchedLayer):
             runtime.watch_padding(hidden_states)
             request = self._request(hidden_states, batch, args, kwargs)
             traits = self._hfpatch.traits
-            if request.sequence is not None:
+            if request.row_ranks is not None:
                 # If such a layer then runs untiled after all, its own forward raises.
                 timed = batch is not None and bool(traits.mixers) and traits.all_timed
                 self._refuse_parts(batch, request.condition, timed)
@@ -181,7 +181,7 @@ class TiledLayer(PatchedLayer):
         why = first("call", r.condition.now, r)
         if why is not None:
             return self._untiled(r, why)
-        policy = runtime.policy(self, r.x, r.batch.sequence)
+        policy = runtime.policy(self, r.x, r.batch.row_ranks)
         if runtime.layer_begins(self, r.x, policy):
             return self._keeping_all(r)
         return self._in_tiles(r, policy)
@@ -204,7 +204,7 @@ class TiledLayer(PatchedLayer):
         # [Step 3] Of the others some may keep all, where there is room. The policy takes one row of
         # tokens, if they have other dimensions than [B, T, D].
         x = r.given if r.given.dim() == 3 else r.given.flatten(0, -2)[None]
-        policy = runtime.policy(self, x, r.sequence, whole=True)
+        policy = runtime.policy(self, x, r.row_ranks, whole=True)
         if runtime.layer_begins(self, x, policy):
             return self._keeping_all(r)
         # [Step 4] The rest are checkpointed, their inputs offloaded.

@@ -95,7 +95,7 @@ class Policies:
             meter.begin()
 
     def policy(
-        self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False
+        self, layer: nn.Module, x_BTD: Tensor, row_ranks=None, whole: bool = False
     ) -> Checkpointing:
         """The policy for this batch shape. Decides it where that is due: opens the queue of a new
         shape's copies, starts the meter's step if the stack has not, and prints a policy that
@@ -103,19 +103,19 @@ class Policies:
 
         Args:
             whole: the layer cannot be tiled.
-            sequence: the ranks that share its rows (parallel.exchange.Sequence), which all choose
+            row_ranks: the ranks that share its rows (parallel.exchange.RowRanks), which all choose
                 alike.
 
         Raises:
             ValueError: the host cannot hold what the settings demand.
         """
         device = x_BTD.device
-        self.sequence = sequence
+        self.row_ranks = row_ranks
         meter = self.meter_of(device)
         B, T = x_BTD.shape[:2]
         # Close lengths have one first policy, chosen for the longest of them.
         longest = T if meter is None else rounded(T)
-        key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
+        key = (B, longest, x_BTD.dtype, device, whole, row_ranks, autocast_dtype(device.type))
         shape = self.shapes.get(key)
         if not torch.is_grad_enabled():  # nothing is kept
             if shape is not None:
@@ -163,7 +163,7 @@ class Policies:
             )
         self.open_queue(x_BTD.device, found)
         # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
-        shares = group is not None and self.sequence is None and not whole
+        shares = group is not None and self.row_ranks is None and not whole
         if shares and found.every == 1 and self.shards is None and have_one_input(layer):
             self.shards = Shards(group)
         return found
@@ -172,8 +172,8 @@ class Policies:
         """The ranks that must choose alike: those that share rows, or a layer's weights. None if
         this one chooses alone.
         """
-        if self.sequence is not None:
-            return self.sequence.group
+        if self.row_ranks is not None:
+            return self.row_ranks.group
         return tensor_parallel_group(layer)
 
     def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Checkpointing:
@@ -194,7 +194,7 @@ class Policies:
             card=meter and meter.card, free=free[0], host=free[1],
         )  # fmt: skip
         short = free[0] is not None and step_bytes(policy, **sizes) > free[0]
-        alone = not (whole or is_sharded(layer)) and group is None and self.sequence is None
+        alone = not (whole or is_sharded(layer)) and group is None and self.row_ranks is None
         if short and alone and self._stream_weights(layer, meter, x.device):
             return self._resolve(layer, T, x, whole, group)
         return policy
@@ -226,7 +226,7 @@ class Policies:
             return dataclasses.replace(settings, frozen_weights="host", plain=0)
         # Mixers of shared rows need their tiles. A layer that keeps all exchanges no tokens in
         # backward.
-        shared = self.sequence is not None and self._has_mixers(layer)
+        shared = self.row_ranks is not None and self._has_mixers(layer)
         alike = arrival_counts() or self.exchanges_tokens
         if shared or (alike and settings.plain == "auto"):
             settings = dataclasses.replace(settings, plain=0)

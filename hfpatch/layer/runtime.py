@@ -49,11 +49,11 @@ class LayerRuntime(Policies):
         shards: how tensor-parallel ranks share a layer's input, or None.
         meters: the Meter of each device, None if its free memory is unknown.
         printed: policies of the last lines.
-        sequence: the ranks that share the rows of the current call, or None.
+        row_ranks: the ranks that share the rows of the current call, or None.
         exchanges_tokens: whether ranks with batches of their own send each other's experts tokens.
         owner: a weak reference to the module whose parameters a step trains.
         copy_room: bytes that the sources of copies may take while a layer runs.
-        hidden_BT: True at padding whose gradient the running forward has yet to watch, or None.
+        padding_BT: True at padding whose gradient the running forward has yet to watch, or None.
         padding_read: whether a gradient reached padding, None before any backward could show it; a
             flag on the device until the host reads it.
         weights: frozen weights that wait on the host.
@@ -71,10 +71,10 @@ class LayerRuntime(Policies):
         self.meters: dict[torch.device, Meter | None] = {}
         self.printed: dict[tuple, Checkpointing] = {}
         self.owner = lambda: None
-        self.sequence = None
+        self.row_ranks = None
         self.exchanges_tokens = False
         self.copy_room = 0
-        self.hidden_BT: Tensor | None = None
+        self.padding_BT: Tensor | None = None
         self.padding_read: bool | Tensor | None = None
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
@@ -107,18 +107,18 @@ class LayerRuntime(Policies):
     def watch_padding(self, x: Tensor) -> None:
         """Looks at the gradient of a layer's input, in the first layer whose input has one: it comes
         from all that reads padding behind that."""
-        hidden_BT = self.hidden_BT
-        if hidden_BT is None or not x.requires_grad:
+        padding_BT = self.padding_BT
+        if padding_BT is None or not x.requires_grad:
             return
-        streams = streams_of(x, *hidden_BT.shape)
-        if streams is not None or x.shape[:-1] == hidden_BT.shape:
-            x.register_hook(partial(self._look, hidden_BT, streams))
-            self.hidden_BT = None
+        streams = streams_of(x, *padding_BT.shape)
+        if streams is not None or x.shape[:-1] == padding_BT.shape:
+            x.register_hook(partial(self._look, padding_BT, streams))
+            self.padding_BT = None
 
-    def _look(self, hidden_BT: Tensor, streams: Streams | None, dy: Tensor) -> None:
+    def _look(self, padding_BT: Tensor, streams: Streams | None, dy: Tensor) -> None:
         # NaN, which a mask of zeros does not remove, is not above 0.
         size_BT = torch.linalg.vector_norm(joined(dy.detach(), streams), torch.inf, -1)
-        read = (hidden_BT & (size_BT > 0)).any()
+        read = (padding_BT & (size_BT > 0)).any()
         self.padding_read = read if self.padding_read is None else read | self.padding_read
 
     def padding_is_read(self, unknown: bool) -> bool:

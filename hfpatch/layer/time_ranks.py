@@ -37,7 +37,7 @@ class RankTiles(TimeTiles):
     """TimeTiles of this rank's part of shared rows.
 
     Attributes:
-        sequence: the parallel.exchange.Sequence that shares the rows.
+        row_ranks: the parallel.exchange.RowRanks that share the rows.
         froms: tile index -> the rank that sends the tile's first states, for tiles that continue
             another chunk.
         tos: tile index -> the rank that receives the last states of the tile before this index.
@@ -45,9 +45,9 @@ class RankTiles(TimeTiles):
         own: states that this rank passes to itself, between its two chunks.
     """
 
-    def __init__(self, sequence, *args):
+    def __init__(self, row_ranks, *args):
         super().__init__(*args)
-        self.sequence = sequence
+        self.row_ranks = row_ranks
         self.froms: dict[int, int] = {}
         self.tos: dict[int, int] = {}
         self.states: list[tuple] = []
@@ -56,20 +56,20 @@ class RankTiles(TimeTiles):
     def pieces(self, mixer, t: int) -> list[tuple[slice, int, int, bool]]:
         """The tiles as in TimeTiles.pieces, chunk by chunk, of this rank's t tokens."""
         found: list = []
-        for chunk, first, last in self.sequence.chunks(t):
+        for chunk, first, last in self.row_ranks.chunks(t):
             begin = chunk * (last - first)
             end = begin + last - first
-            for rows, start, stop in mixer.documents(t * self.sequence.size):
+            for rows, start, stop in mixer.documents(t * self.row_ranks.size):
                 if start >= end or stop <= begin:
                     continue
                 if start < begin:
-                    self.froms[len(found)] = self.sequence.owner(chunk - 1)
+                    self.froms[len(found)] = self.row_ranks.owner(chunk - 1)
                 a = max(start, begin)
                 here = first - begin  # the tokens of this rank, in its own count
                 cuts = self._cut(mixer, rows, a + here, min(stop, end) + here, a - start)
                 found += [(rows, x, y, x - here == start) for x, y in cuts]
                 if stop > end:
-                    self.tos[len(found)] = self.sequence.owner(chunk + 1)
+                    self.tos[len(found)] = self.row_ranks.owner(chunk + 1)
         return found
 
     def is_cut(self, mixer, t: int) -> bool:
@@ -77,7 +77,7 @@ class RankTiles(TimeTiles):
         return True
 
     def place(self, a: int) -> int:
-        for chunk, first, last in self.sequence.chunks(self.tokens):
+        for chunk, first, last in self.row_ranks.chunks(self.tokens):
             if first <= a < last:
                 return a - first + chunk * (last - first)
 
@@ -116,19 +116,19 @@ class RankTiles(TimeTiles):
             x = states[key]
             if x is None:
                 x = torch.zeros(shape, dtype=dtype, device=self.device)
-            if rank == self.sequence.rank:
+            if rank == self.row_ranks.rank:
                 self.own.append(x)
             else:
-                self.sequence.send(x, rank)
+                self.row_ranks.send(x, rank)
 
     def _received(self, rank: int) -> dict:
         found = {}
         for key, shape, dtype in self.states:
-            if rank == self.sequence.rank:
+            if rank == self.row_ranks.rank:
                 found[key] = self.own.popleft()
             else:
                 buffer = torch.empty(shape, dtype=dtype, device=self.device)
-                found[key] = self.sequence.receive(buffer, rank)
+                found[key] = self.row_ranks.receive(buffer, rank)
         return found
 
 

@@ -95,7 +95,7 @@ def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict:
     layer = traced.layer
     if policy.every > 1 or traced.records is not None or traced.arguments.wanted or runtime.shards:
         return {}
-    if layer._hfpatch.streams is not None or traced.batch.sequence is not None:
+    if layer._hfpatch.streams is not None or traced.batch.row_ranks is not None:
         return {}
     mixer = LayerAsMixer.of(traced)
     time = mixer.time = SavedTiles(traced.traits.carries, policy.tile, rng=traced.rng)

@@ -323,7 +323,7 @@ REASONS = (
         "output_attentions",
         # Eager attention returns probabilities, unless ranks share rows.
         lambda given, *_: (
-            given.probabilities and (given.sequence or standard(given.config) != "eager")
+            given.probabilities and (given.row_ranks or standard(given.config) != "eager")
         ),
     ),
     _batch("reruns", "transformers' own checkpointing", lambda given, *_: given.reruns),
@@ -331,7 +331,7 @@ REASONS = (
         "dropout in shared rows",  # not_exchanged ends the sentence
         "attention dropout",
         lambda given, *_: (
-            given.sequence
+            given.row_ranks
             and given.training
             and getattr(given.config.get_text_config(), "attention_dropout", 0.0)
         ),

@@ -29,7 +29,7 @@ from hfpatch.store.device import device_for, on_host
 LEAVING = 16
 
 
-class Sequence:
+class RowRanks:
     """The ranks that share each row's tokens, and the tokens of each rank.
 
     group: a process group of torch.distributed.
@@ -111,23 +111,23 @@ class ExchangedAttention(Attention):
     this rank's tokens of all heads.
     """
 
-    def __init__(self, sequence: Sequence):
+    def __init__(self, row_ranks: RowRanks):
         super().__init__()
-        self.sequence = sequence
+        self.row_ranks = row_ranks
         self.calls: list = []  # AttentionOptions of the layer's calls, with all heads' sinks
 
     def _to_rows(self, x_BtHE: Tensor) -> Tensor:
         """[B, T, H/P, E]: whole rows of this rank's heads, from this rank's tokens of all heads."""
-        size = self.sequence.size
+        size = self.row_ranks.size
         n_heads = x_BtHE.shape[2]
         if size > n_heads:  # ranks share a KV head: each gets a copy
             x_BtHE = x_BtHE.repeat_interleave(size // n_heads, 2)
         send_PBtwE = x_BtHE.unflatten(2, (size, -1)).movedim(2, 0).contiguous()
-        return self.sequence.in_order(self.sequence.all_to_all(send_PBtwE))
+        return self.row_ranks.in_order(self.row_ranks.all_to_all(send_PBtwE))
 
     def _to_tokens(self, x_BTwE: Tensor, n_heads: int) -> Tensor:
         """The inverse: [B, t, H, E]. The copies of a shared KV head are summed in float32."""
-        got_PBtwE = self.sequence.all_to_all(self.sequence.dealt(x_BTwE).contiguous())
+        got_PBtwE = self.row_ranks.all_to_all(self.row_ranks.dealt(x_BTwE).contiguous())
         x_BtHE = got_PBtwE.movedim(0, 2).flatten(2, 3)
         if x_BtHE.shape[2] == n_heads:
             return x_BtHE
@@ -138,8 +138,8 @@ class ExchangedAttention(Attention):
         """A call with the sinks of this rank's heads alone."""
         if call.sinks_H is None:
             return call
-        own = n_heads // self.sequence.size
-        return replace(call, sinks_H=call.sinks_H.narrow(0, self.sequence.rank * own, own))
+        own = n_heads // self.row_ranks.size
+        return replace(call, sinks_H=call.sinks_H.narrow(0, self.row_ranks.rank * own, own))
 
     def forward(
         self, calls: list, mixers: list, parts: list[Tensor]
@@ -152,7 +152,7 @@ class ExchangedAttention(Attention):
         n = 3 * len(calls)  # q, k and v of each call
         mine = []
         for call, q, k in zip(calls, parts[:n:3], parts[1:n:3]):
-            why = why_not_shared_out(q.shape[2], k.shape[2], self.sequence.size)
+            why = why_not_shared_out(q.shape[2], k.shape[2], self.row_ranks.size)
             if why:
                 raise ValueError(f"hfpatch: {why}. Take another number of ranks.")
             mine.append(self._of_this_rank(call, q.shape[2]))
@@ -180,7 +180,7 @@ class ExchangedAttention(Attention):
         dsinks = []
         for call, own in zip(self.calls, own_dsinks):
             if own is not None:
-                before = self.sequence.rank * len(own)
+                before = self.row_ranks.rank * len(own)
                 own = pad(own, (before, len(call.sinks_H) - before - len(own)))
             dsinks.append(own)
         return dsinks

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 import accelerate
 
 from hfpatch.budget.limits import environment_number
-from hfpatch.context.ranks import sequence_of, summed_gradients
+from hfpatch.context.ranks import row_ranks_of, summed_gradients
 from hfpatch.lab.compat import for_now
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import PatchedLayer, mixing_of
-from hfpatch.parallel.exchange import Sequence
+from hfpatch.parallel.exchange import RowRanks
 from hfpatch.trainer.compat import deals_for_any_attention, skips_by_itself, unless_shared
 from hfpatch.trainer.configs import EngineConfig
 from hfpatch.trainer.shared_rows import of_all_ranks, part_of, shares_rows
@@ -62,51 +62,51 @@ class SharedRows:
     shuffle that differs by rank.
     """
 
-    def __init__(self, loader, sequence: Sequence, skip: int = 0):
+    def __init__(self, loader, row_ranks: RowRanks, skip: int = 0):
         self.loader = loader
-        self.sequence = sequence
+        self.row_ranks = row_ranks
         self.skip = skip
 
     def __getattr__(self, name):
-        if name in ("loader", "sequence", "skip"):  # not set yet in a copy
+        if name in ("loader", "row_ranks", "skip"):  # not set yet in a copy
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return len(self.loader) * self.sequence.size - self.skip
+        return len(self.loader) * self.row_ranks.size - self.skip
 
     def __iter__(self):
         left = self.skip
         for batch in self.loader:
-            for one in of_all_ranks(self.sequence, batch)[left:]:
-                yield part_of(self.sequence, one)
+            for one in of_all_ranks(self.row_ranks, batch)[left:]:
+                yield part_of(self.row_ranks, one)
             left = 0
 
     def skipping(self, batches: int) -> "SharedRows":
         """The loader without its first batches."""
-        whole, rest = divmod(batches, self.sequence.size)
-        return SharedRows(accelerate.skip_first_batches(self.loader, whole), self.sequence, rest)
+        whole, rest = divmod(batches, self.row_ranks.size)
+        return SharedRows(accelerate.skip_first_batches(self.loader, whole), self.row_ranks, rest)
 
 
-def in_order(loader, sequence: Sequence) -> SharedRows:
+def in_order(loader, row_ranks: RowRanks) -> SharedRows:
     """accelerate's loader, with batches in the order of a single process. A step then has the same
     rows with any number of ranks.
     """
     sampler = getattr(loader, "batch_sampler", None)
     if hasattr(sampler, "process_index"):
-        groups = sampler.num_processes // sequence.size
-        sampler.process_index = sequence.rank * groups + sampler.process_index // sequence.size
-    return SharedRows(loader, sequence)
+        groups = sampler.num_processes // row_ranks.size
+        sampler.process_index = row_ranks.rank * groups + sampler.process_index // row_ranks.size
+    return SharedRows(loader, row_ranks)
 
 
-def sequence_under(accelerator) -> Sequence | None:
+def row_ranks_under(accelerator) -> RowRanks | None:
     """The ranks that share rows under Ulysses; None elsewhere (context parallelism needs none)."""
     config = accelerator.parallelism_config
     if config is None or not config.sp_enabled:
         return None
     from deepspeed.runtime.sequence_parallel.parallel_state_sp import get_sequence_parallel_group
 
-    return sequence_of(get_sequence_parallel_group())
+    return row_ranks_of(get_sequence_parallel_group())
 
 
 def _heads_told(config):
@@ -135,7 +135,7 @@ def share_rows(trainer) -> None:
     """
     accelerator = trainer.accelerator
     accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: in_order(
-        loader, sequence_under(accelerator)
+        loader, row_ranks_under(accelerator)
     )
     config = accelerator.parallelism_config
     prepare = accelerator.prepare

@@ -11,12 +11,12 @@ from torch import Tensor
 from hfpatch.context.current import standard
 from hfpatch.context.ranks import SHORTEST_PART
 from hfpatch.decoder.stack import PatchedStack
-from hfpatch.parallel.exchange import Sequence
+from hfpatch.parallel.exchange import RowRanks
 from hfpatch.parallel.shards import of_hosts
 from hfpatch.trainer.dataset import IGNORE
 
 
-def part_of(sequence: Sequence, batch: dict) -> dict:
+def part_of(row_ranks: RowRanks, batch: dict) -> dict:
     """This rank's tokens of whole rows [B, T].
 
     Rows are padded to a multiple of the ranks, and to the shortest part that mixers accept. Labels
@@ -27,12 +27,12 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
     labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORE)
     batch["shift_labels"] = labels[:, 1:]
     batch["position_ids"] = batch.get("position_ids", torch.arange(T)).expand(B, -1)
-    chunks = 2 * sequence.size if sequence.zigzag else sequence.size
-    more = max(-T % chunks, sequence.size * SHORTEST_PART - T)
+    chunks = 2 * row_ranks.size if row_ranks.zigzag else row_ranks.size
+    more = max(-T % chunks, row_ranks.size * SHORTEST_PART - T)
     for name, x in batch.items():
         if isinstance(x, Tensor) and x.shape[:2] == (B, T):
             whole = torch.cat([x, _behind(name, x, more)], 1) if more else x
-            batch[name] = sequence.dealt(whole)[sequence.rank].contiguous()
+            batch[name] = row_ranks.dealt(whole)[row_ranks.rank].contiguous()
     return batch
 
 
@@ -45,11 +45,11 @@ def _behind(name: str, x: Tensor, tokens: int) -> Tensor:
     return torch.full_like(last, fill[name]) if name in fill else last
 
 
-def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
+def of_all_ranks(row_ranks: RowRanks, batch: dict) -> list[dict]:
     """The batches of a group's ranks, in rank order."""
-    found = [None] * sequence.size
+    found = [None] * row_ranks.size
     own = accelerate.utils.send_to_device(batch, "cpu")
-    dist.all_gather_object(found, own, group=of_hosts(sequence.group))
+    dist.all_gather_object(found, own, group=of_hosts(row_ranks.group))
     return found
 
 

@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from hfpatch.trainer.arguments import refusals
 from hfpatch.trainer.dataset import IGNORE
 from hfpatch.trainer.runs import RUN_FILE
-from hfpatch.trainer.sequence import sequence_under, share_rows
+from hfpatch.trainer.sequence import row_ranks_under, share_rows
 from hfpatch.trainer.stop import StopAtNaN
 
 
@@ -87,7 +87,7 @@ class Trainer(StockTrainer):
     def get_batch_samples(self, *args, **kwargs):
         """Counts the labels of rows whose tokens several ranks share."""
         samples, count = super().get_batch_samples(*args, **kwargs)
-        if samples and sequence_under(self.accelerator) is not None:
+        if samples and row_ranks_under(self.accelerator) is not None:
             labelled = sum((batch["shift_labels"] != IGNORE).sum() for batch in samples)
             count = self.accelerator.gather(labelled.to(self.args.device)).sum()
         return samples, count
@@ -100,7 +100,7 @@ class Trainer(StockTrainer):
         """
         if self._eval_sum is not None and self._parts() == 1:
             num_items_in_batch = None
-        whole = num_items_in_batch is None or sequence_under(self.accelerator) is None
+        whole = num_items_in_batch is None or row_ranks_under(self.accelerator) is None
         if whole or not self.model.training:
             return super().compute_loss(
                 model,

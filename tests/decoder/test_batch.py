@@ -85,10 +85,10 @@ REFUSED = {
         {}, "do not pack padded sequences"
     ),
     "mixers over shared rows": (
-        {"sequence": SimpleNamespace(size=1)}, {"mixers": True}, "sequence parallelism"
+        {"row_ranks": SimpleNamespace(size=1)}, {"mixers": True}, "sequence parallelism"
     ),
     "an own mask over shared rows": (
-        {"sequence": SimpleNamespace(size=1), "other_mask": True}, {}, "an attention mask of the caller"
+        {"row_ranks": SimpleNamespace(size=1), "other_mask": True}, {}, "an attention mask of the caller"
     ),
 }  # fmt: skip
 

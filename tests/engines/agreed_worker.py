@@ -18,7 +18,7 @@ import tiny
 import torch
 
 import hfpatch
-from hfpatch.context.ranks import sequence_of, sharded
+from hfpatch.context.ranks import row_ranks_of, sharded
 from hfpatch.layer import policies
 from hfpatch.layer.meter import Counters, Gauge, Meter
 from hfpatch.parallel import exchange, shards
@@ -123,7 +123,7 @@ def rows(group, noted: Noted) -> float:
         items = (whole["shift_labels"] != -100).sum()
         stock(**whole, num_items_in_batch=items, use_cache=False).loss.backward()
         mine = {n: x[:, rank * t : (rank + 1) * t].contiguous() for n, x in whole.items()}
-        with sharded(sequence_of(group)), noted.on(Card):
+        with sharded(row_ranks_of(group)), noted.on(Card):
             ours(**mine, num_items_in_batch=items, use_cache=False).loss.backward()
         noted.stepped(ours)
         for a, b in zip(ours.parameters(), stock.parameters()):

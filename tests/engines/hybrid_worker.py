@@ -23,7 +23,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.context.ranks import sequence_of, sharded
+from hfpatch.context.ranks import row_ranks_of, sharded
 
 T = shared.T = 528
 B = 2
@@ -105,7 +105,7 @@ def refusals(ranks) -> list[str]:
         hfpatch.apply(model, checkpointing=how or hfpatch.Checkpointing(tile=64))
         t, whole = tokens // ranks.size, batch(ranks.size, "plain")[0]
         mine = {n: x[:, ranks.rank * t : (ranks.rank + 1) * t] for n, x in whole.items()}
-        with sharded(sequence_of(ranks.group)):
+        with sharded(row_ranks_of(ranks.group)):
             try:
                 model(**mine, use_cache=False)
                 said.append("")

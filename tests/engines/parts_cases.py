@@ -17,7 +17,7 @@ import hfpatch
 from hfpatch.attention.attention import CAUSAL
 from hfpatch.context.attention import _Attention
 from hfpatch.context.current import AttentionOptions
-from hfpatch.context.ranks import sequence_of, sharded
+from hfpatch.context.ranks import row_ranks_of, sharded
 
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # before any engine replaces it
 T = 24
@@ -118,7 +118,7 @@ def _ring(group):
         assert attention_mask is None, "a mask of a part of each row"
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options = AttentionOptions(scaling, CAUSAL, None)
-        return _Attention.apply(*heads, None, options, sequence_of(group, True)), None
+        return _Attention.apply(*heads, None, options, row_ranks_of(group, True)), None
 
     sdpa.__module__ = STOCK_SDPA.__module__
     return sdpa
@@ -147,7 +147,7 @@ def _parts(ranks, kind: str, contract: str):
         return given, _zigzag(ranks, given)
     t = given["input_ids"].shape[1] // ranks.size
     given = {n: x[:, ranks.rank * t : (ranks.rank + 1) * t].contiguous() for n, x in given.items()}
-    return given, sharded(sequence_of(ranks.group) if contract == "sharded" else None)
+    return given, sharded(row_ranks_of(ranks.group) if contract == "sharded" else None)
 
 
 def run(ranks, before=None, after=None, kind="plain", contract="ulysses", more=None,

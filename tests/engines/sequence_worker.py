@@ -36,8 +36,8 @@ import tiny
 import hfpatch
 from hfpatch.attention import heads as groups
 from hfpatch.budget import free as memory
-from hfpatch.context.ranks import sequence_of, sharded
-from hfpatch.parallel.exchange import ExchangedAttention, Sequence
+from hfpatch.context.ranks import row_ranks_of, sharded
+from hfpatch.parallel.exchange import ExchangedAttention, RowRanks
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -116,7 +116,7 @@ class Ranks:
                     n: x[:, self.rank * t : (self.rank + 1) * t].contiguous()
                     for n, x in given.items()
                 }
-                with sharded(sequence_of(self.group) if contract == "sharded" else None):
+                with sharded(row_ranks_of(self.group) if contract == "sharded" else None):
                     loss = model(**mine, num_items_in_batch=items, use_cache=False).loss
                     loss.backward()
             total += loss.detach().double() * passes
@@ -305,7 +305,7 @@ def one_for_all(ranks: Ranks, host: list[int]) -> str:
     )
     mine = {n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items()}
     free = mock.patch.object(memory, "host_free", lambda: host[min(ranks.rank, 1)])
-    with free, sharded(sequence_of(ranks.group)):
+    with free, sharded(row_ranks_of(ranks.group)):
         ours(**mine, use_cache=False).loss.backward()
     (policy,) = ours.model.layers[0]._hfpatch.runtime.policies
     return f"attention of {2 * policy.saves_attention} layers"
@@ -371,7 +371,7 @@ def main(chosen: str, folder: str) -> None:
     parts = parts_cases.found(
         ranks, lambda given: reference(with_own_attention(tiny.exact(parts_cases.llama())), given)
     )
-    both = Sequence(ranks.group)
+    both = RowRanks(ranks.group)
     least = both.least([10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3])
     common.report(
         folder, worst=found, calls=calls, said=said, evaluation=evaluated,

@@ -19,14 +19,14 @@ from hfpatch.decoder.probe import ask
 from hfpatch.decoder.time_probe import _call_of, ask_in_time
 from hfpatch.layer.time_ranks import RankTiles
 from hfpatch.layer.time_tiles import TimeTiles, cut_document
-from hfpatch.parallel.exchange import Sequence
+from hfpatch.parallel.exchange import RowRanks
 from hfpatch.store.transfers import Transfers
 
 pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
 T = 528  # tiles of 64, on four ranks two and a rest
 
 
-class Post(Sequence):
+class Post(RowRanks):
     """One of the ranks, whose letters wait in queues."""
 
     def __init__(self, rank: int, size: int, zigzag: bool, boxes: dict, sent: list):

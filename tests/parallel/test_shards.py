@@ -61,7 +61,7 @@ def test_no_mask_is_built_from_a_parts_positions(monkeypatch):
     note = lambda layer, args, kwargs: masks.append(kwargs["attention_mask"])  # noqa: E731
     for layer in model.model.layers:
         layer.register_forward_pre_hook(note, with_kwargs=True)
-    monkeypatch.setattr(batches, "sequence_now", lambda *_: LoneRank(2))
+    monkeypatch.setattr(batches, "row_ranks_now", lambda *_: LoneRank(2))
     ids, positions = tiny.ids(1, t), torch.cat([torch.arange(30), torch.arange(100, 123)])[None]
     model(input_ids=ids, labels=ids, position_ids=positions)
     assert len(masks) == 2 and not [m for m in masks if isinstance(m, torch.Tensor)]

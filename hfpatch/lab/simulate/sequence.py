@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from hfpatch.parallel.exchange import Sequence
+from hfpatch.parallel.exchange import RowRanks
 
 
-class LoneRank(Sequence):
+class LoneRank(RowRanks):
     """Rank 0 of `size`, on fake or real tensors. Values from other ranks mean nothing."""
 
     def __init__(self, size: int):
