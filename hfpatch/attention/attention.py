@@ -93,7 +93,7 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
-        return "fa2"
+        return "fa2_varlen"
     if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3"):
         # These were not compared at the head dims that _widened makes. FA2 takes any multiple of 8.
         return "flash"
@@ -183,7 +183,7 @@ def attention_forward(
         width = v_BTKE.shape[3]
         if q_BTHE.shape[3] != width:
             qkv = _widened(qkv)
-        if chosen == "fa2":
+        if chosen == "fa2_varlen":
             out, lse, state = _fa2_forward(*qkv, pattern, scale)
         elif pattern.documents is not None:
             out, lse, state = _packed_forward(*qkv, pattern.documents, scale, chosen)
@@ -231,7 +231,7 @@ def attention_backward(
         widens = q.shape[3] != v.shape[3]
         if widens:
             given = _widened(given)
-        if chosen == "fa2":
+        if chosen == "fa2_varlen":
             grads = _fa2_backward(*given, lse, state, pattern, scale)
         elif pattern.documents is not None:
             grads = _packed_backward(*given, lse, state, pattern.documents, scale, chosen)

@@ -27,8 +27,8 @@ MOST_ELEMENTS = 1 << 31
 Heads = namedtuple("Heads", "groups sinks_H options state")
 
 
-def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
-    """The query heads and the KV heads of each group. wide: one group, up to MOST_ELEMENTS.
+def groups_of(q_BTHE: Tensor, K: int, all_heads: bool) -> list[tuple[slice, slice]]:
+    """The query heads and the KV heads of each group. all_heads: one group, up to MOST_ELEMENTS.
 
     Raises:
         ValueError: the queries of one group would have more than MOST_ELEMENTS elements.
@@ -36,7 +36,7 @@ def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
     B, T, H, E = q_BTHE.shape
     elements = B * -(-T // 128) * 128 * H * max(E, 128)
     width = heads_per_group(B, T, H, K)
-    if wide and elements <= MOST_ELEMENTS:
+    if all_heads and elements <= MOST_ELEMENTS:
         width = K
     if elements // K * width > MOST_ELEMENTS:
         raise ValueError(
@@ -55,11 +55,11 @@ class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state for the
     backward.
 
-    wide: all heads form one group, up to MOST_ELEMENTS.
+    all_heads: all heads form one group, up to MOST_ELEMENTS.
     """
 
-    def __init__(self, wide: bool = False):
-        self.wide = wide
+    def __init__(self, all_heads: bool = False):
+        self.all_heads = all_heads
         self.heads: list[Heads] = []
         self.mixers: list = []
 
@@ -84,7 +84,7 @@ class Attention:
         outs = []
         lses = []
         for call, q, k, v in zip(calls, parts[::3], parts[1::3], parts[2::3]):
-            groups = groups_of(q, k.shape[2], self.wide)
+            groups = groups_of(q, k.shape[2], self.all_heads)
             options = {"scale": call.scale, "pattern": call.pattern, "backend": pick(q)}
             out, lse, state = attention_forward(q, k, v, sinks_H=call.sinks_H, **options)
             self.heads.append(Heads(groups, call.sinks_H, options, state))

@@ -18,12 +18,12 @@ LEAST_MIXER_TILE = 2048  # a multiple of every known mixer's chunk
 TENSORS = 6
 
 
-def first_tile(rows: int, width: int, card: int | None, token: int = TILE_BYTES) -> int:
+def first_tile(tokens: int, width: int, card: int | None, token: int = TILE_BYTES) -> int:
     """Tokens per tile, by the length, the model's width and the card's memory alone.
 
     token: bytes per token and hidden channel.
     """
-    tile = auto_tile(rows)
+    tile = auto_tile(tokens)
     while card is not None and tile > TILES[0] and tile * width * token > card // 8:
         tile //= 2
     return tile
@@ -32,7 +32,7 @@ def first_tile(rows: int, width: int, card: int | None, token: int = TILE_BYTES)
 def first_policy(
     settings: Checkpointing,
     *,
-    rows: int,
+    tokens: int,
     width: int,
     itemsize: int = 2,
     layers: int = 1,
@@ -46,7 +46,7 @@ def first_policy(
     host, unless the settings name another place.
 
     Args:
-        rows: tokens of the batch; width: of hidden states.
+        tokens: of the batch; width: of hidden states.
         layers: how many; whole: they run untiled.
         chains: some mix tokens by something other than attention, in tiles through time.
         card: bytes of the device, free: its free ones; None if unknown.
@@ -61,7 +61,7 @@ def first_policy(
     keep = KEEPS["attention"] if settings.keep == "auto" else settings.keep
     if whole or every > 1:
         keep = KEEPS["input"]
-    one = rows * width * itemsize
+    one = tokens * width * itemsize
     # [Step 2] What the host cannot hold. Not of hybrids: their layers keep states too, and those
     # without attention no output, which this does not count.
     if place == "host" and host is not None and not chains:
@@ -76,7 +76,7 @@ def first_policy(
         for every, keep in ways:
             needed = one * (-(-layers // every) * (2 if keep >= 0 else 1))
             # 4 bytes of lse a head of 128 columns, and the gradient that waits there under "least"
-            needed += rows * width // 32 * layers * (keep >= 0)
+            needed += tokens * width // 32 * layers * (keep >= 0)
             needed += one * (_aim(settings, every, one, free) == "least")
             if needed <= available:
                 break
@@ -90,10 +90,10 @@ def first_policy(
     tile = settings.tile
     if tile == "auto" and settings.aim == "least":
         # Small beside the layer's own tensors of all tokens; larger tiles start fewer kernels.
-        tile = max(tile for tile in TILES if tile <= max(TILES[0], rows // 32))
+        tile = max(tile for tile in TILES if tile <= max(TILES[0], tokens // 32))
         tile = LEAST_MIXER_TILE if chains else tile
     elif tile == "auto":
-        tile = first_tile(rows, width, card, MIXER_BYTES if chains else TILE_BYTES)
+        tile = first_tile(tokens, width, card, MIXER_BYTES if chains else TILE_BYTES)
     return Checkpointing(
         offload=place,
         every=every,
@@ -111,10 +111,10 @@ def _aim(settings: Checkpointing, every: int, one: int, free: int | None) -> str
     return "least" if (TENSORS + _tensors(every)) * one >= (free or 0) else settings.aim
 
 
-def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> int:
+def step_bytes(policy: Checkpointing, tokens: int, width: int, itemsize: int) -> int:
     """About the bytes that a first step takes beside weights and gradients."""
-    layer = _tensors(policy.every) * rows * width * itemsize
-    return layer + min(policy.tile, rows) * width * TILE_BYTES + 2 * LOSS_WORKSPACE
+    layer = _tensors(policy.every) * tokens * width * itemsize
+    return layer + min(policy.tile, tokens) * width * TILE_BYTES + 2 * LOSS_WORKSPACE
 
 
 def _tensors(every: int) -> int:

@@ -128,12 +128,12 @@ class StepSizes:
 @dataclass
 class Abilities:
     """What the layers of a step can do. gate_up: bytes per token of gate and up, 0 if they cannot
-    be kept; wide: bytes per token of a layer's input and attention output; host: free bytes of the
+    be kept; checkpoint: bytes per token of a layer's input and attention output; host: free bytes of the
     host; link: bytes a second.
     """
 
     gate_up: int = 0
-    wide: int = 0
+    checkpoint: int = 0
     host: int | None = None
     link: float = 0.0
 
@@ -155,7 +155,7 @@ class StepPlan:
         working: the most bytes in the backward of a tiled layer, without gradients.
         need: bytes beside those of layers that keep all.
         top: the most bytes, above those as the step begins; 0 if nothing was measured.
-        firm: ranks run it alike, whatever is free as a layer begins.
+        same_on_all_ranks: ranks run it alike, whatever is free as a layer begins.
         share: of the card that stays free.
         gate_up: bytes per token that go to the host where they are kept.
         ahead: bytes that the sources of copies may take at most.
@@ -168,7 +168,7 @@ class StepPlan:
     working: float = 0.0
     need: float = 0.0
     top: float = 0.0
-    firm: bool = False
+    same_on_all_ranks: bool = False
     share: float = UNSURE
     gate_up: int = 0
     ahead: int = 0
@@ -181,7 +181,7 @@ def climb(
     kinds: dict,
     settings: Checkpointing,
     able: Abilities,
-    rows: int,
+    tokens: int,
     room: float,
     tile_most: int = TILES[-1],
 ) -> StepPlan:
@@ -190,21 +190,21 @@ def climb(
     Args:
         first: the policy of a step of which nothing is known.
         kinds: name -> Kind.
-        rows: tokens of the batch.
+        tokens: of the batch.
         room: bytes that the step may add to the device at its highest.
         tile_most: tokens of the largest tile.
     """
     if settings.aim == "least":  # its tiles stay as they are
         settings = replace(settings, tile=first.tile, plain=0, keep=first.keep)
-    rest = sizes.gradients + sizes.tiled.most(rows)
+    rest = sizes.gradients + sizes.tiled.most(tokens)
 
     def peak(tile: int, gate_up: int) -> float:
         """The most bytes in the backward of tiled layers."""
-        return rest + tile_bytes(sizes, kinds, min(tile, rows), gate_up)
+        return rest + tile_bytes(sizes, kinds, min(tile, tokens), gate_up)
 
     # [Rung 1] The tile.
     policy = first
-    while settings.tile == "auto" and policy.tile < min(rows, tile_most):
+    while settings.tile == "auto" and policy.tile < min(tokens, tile_most):
         if peak(2 * policy.tile, 0) > room:
             break
         policy = replace(policy, tile=2 * policy.tile)
@@ -219,10 +219,10 @@ def climb(
     # [Rung 3] Layers that keep all.
     if settings.plain == "auto":
         # The allocator reserves about a widest tensor, a gate, beyond what is allocated.
-        _keep_last_layers(plan, sizes, kinds, rows, room - sizes.sure * able.gate_up / 2 * rows)
+        _keep_last_layers(plan, sizes, kinds, tokens, room - sizes.sure * able.gate_up / 2 * tokens)
         plan.policy = policy = replace(policy, plain=sum(plan.keeps_all))
     tiled = sum(kind is not None for kind in sizes.kinds) - policy.plain
-    count = min(tiled, sent_in_time(sizes, able, rows, tiled)) if gate_up else 0
+    count = min(tiled, sent_in_time(sizes, able, tokens, tiled)) if gate_up else 0
     if count > 0:
         # The layers below these keep nothing.
         plan.policy = replace(policy, keep=len(sizes.kinds) - policy.plain - tiled + count)
@@ -230,7 +230,7 @@ def climb(
 
 
 def _keep_last_layers(
-    plan: StepPlan, sizes: StepSizes, kinds: dict, rows: int, room: float
+    plan: StepPlan, sizes: StepSizes, kinds: dict, tokens: int, room: float
 ) -> None:
     """Lets the last layers keep all, as many as fit. Of a kind that never did, one is tried.
 
@@ -239,9 +239,9 @@ def _keep_last_layers(
     `at_end`, in the backward of the lowest of them, with its own bytes beside all gradients. Bytes
     count from those as the step began; loss, after and need from those as the forward ended.
     """
-    stands = sizes.stands.most(rows)
-    loss = sizes.loss.most(rows)
-    after = sizes.after.most(rows)
+    stands = sizes.stands.most(tokens)
+    loss = sizes.loss.most(tokens)
+    after = sizes.after.most(tokens)
     kept = walk = 0.0
     tiled_above = 0.0  # bytes in the backward of a tiled layer, while lower ones keep theirs
     tried = set()
@@ -255,11 +255,11 @@ def _keep_last_layers(
             tiled_above = plan.working
             continue
         tried.add(name)
-        kept += kind.cost * rows
-        walk = max(walk, kind.walk * rows)
+        kept += kind.cost * tokens
+        walk = max(walk, kind.walk * tokens)
         need = max(loss, after + max(walk, tiled_above))
         at_turn = stands + kept + need
-        at_end = sizes.gradients + kind.cost * rows + walk
+        at_end = sizes.gradients + kind.cost * tokens + walk
         if max(at_turn, at_end) > room:
             break
         plan.keeps_all[index] = True
@@ -267,11 +267,11 @@ def _keep_last_layers(
         plan.top = max(plan.top, at_turn, at_end)
 
 
-def sent_in_time(sizes: StepSizes, able: Abilities, rows: int, tiled: int) -> int:
+def sent_in_time(sizes: StepSizes, able: Abilities, tokens: int, tiled: int) -> int:
     """How many layers can send gate and up to the host while the forward computes."""
     if not sizes.seconds.points or not able.link:
         return 0
-    most = sizes.seconds.least(rows) * able.link
+    most = sizes.seconds.least(tokens) * able.link
     if able.host is not None:
         most = min(most, HOST_SHARE * able.host, PINNED_MOST)
-    return max(0, int((most - tiled * able.wide * rows) / (able.gate_up * rows)))
+    return max(0, int((most - tiled * able.checkpoint * tokens) / (able.gate_up * tokens)))

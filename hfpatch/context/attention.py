@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, options, row_ranks):
-        ctx.attention = Attention(wide=True)
+        ctx.attention = Attention(all_heads=True)
         if row_ranks is not None:
             ctx.attention = ExchangedAttention(row_ranks)
         outs, lses = ctx.attention.forward([options], [], [q, k, v])

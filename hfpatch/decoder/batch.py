@@ -286,8 +286,7 @@ def decide(
     batch = _batch(inputs, cached or not traits.searches)
     why = first("batch", None, inputs, traits, batch)
     if why is None:
-        padding = _PADDING.format(inputs.kind.__name__) if inputs.right_padded else None
-        return batch, padding, changes
+        return batch, _PADDED.format(inputs.kind.__name__) if inputs.right_padded else None, changes
     if inputs.row_ranks is not None:
         raise not_exchanged(why)
     line, more = _by_transformers(inputs, traits, why)
@@ -353,7 +352,7 @@ def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
     return batch
 
 
-_PADDING = (
+_PADDED = (
     "outputs of {} at right padding differ from transformers'. Multiply them by attention_mask."
 )
 

@@ -60,21 +60,21 @@ class StepMeter(Meter):
         self.ahead = ahead
         self.own = min(gradients, trained_bytes_of(model))
 
-    def next_policy(self, first: Checkpointing, settings, able: Abilities, rows: int):
+    def next_policy(self, first: Checkpointing, settings, able: Abilities, tokens: int):
         self.able = able
-        self.step.rows = rows
-        self.firm(first)
+        self.step.tokens = tokens
+        self.agree_on(first)
         plan = self.step.plan
         plan.gate_up = able.gate_up
-        plan.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))
+        plan.ahead = max(self.own, COPIES * tokens * (able.checkpoint + able.gate_up))
         if self.ahead[0] is not None:
-            plan.ahead = self.ahead[0] * rows
+            plan.ahead = self.ahead[0] * tokens
         return first
 
     def layer_begins(self, index: int, kind: str | None, waiting: int) -> bool:
         keeps_all = super().layer_begins(index, kind, waiting)
         if keeps_all and self.ahead[1] is not None:
-            self.step.forward.room = min(self.step.forward.room, self.ahead[1] * self.step.rows)
+            self.step.forward.room = min(self.step.forward.room, self.ahead[1] * self.step.tokens)
         return keeps_all
 
     def layer_backward_begins(self, step, keeps_all: bool = False) -> Counters:

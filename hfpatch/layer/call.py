@@ -125,7 +125,7 @@ class LayerCall(Kept):
     def forward(self, x_BTD: Tensor, keeping: str | None = "policy") -> list[Tensor]:
         """y [B, T, D], then the recorded tensors [B, T, ...] and keys and values for later layers.
 
-        keeping: "policy" saves what the policy says, in its tier; "all" keeps the input and
+        keeping: "policy" saves what the policy says, in its tier; "on_device" keeps the input and
             attention's outputs on the device (the rerun of a segment); None saves nothing.
         """
         try:
@@ -148,21 +148,21 @@ class LayerCall(Kept):
         # Layers of a segment run again, so of them only the first one's input is kept.
         keeps_by_policy = keeping == "policy" and self.policy.every == 1
         # [Step 1] The input. In a segment the first layer alone keeps it.
-        if keeping == "all":
+        if keeping == "on_device":
             self.x = self.x or self.on_device(x_BTD)
         elif keeping == "policy" and not self.segment:
             own = x_BTD if self.shards is None else self.shards.mine(x_BTD, self.bounds)
             self.x = self.queue.transfers.save(own)
         # [Step 2] q, k, v of all tokens, then attention over whole rows.
         qkv = self.before(zip(self.bounds, self.cut(x_BTD)))
-        outs, lses = self.attend(qkv, rerun=keeping == "all")
+        outs, lses = self.attend(qkv, rerun=keeping == "on_device")
         left = []  # keys and values for later layers
         for pair in self.traced.left.values():
             left += [qkv[place] for place in pair]
         del qkv
         # [Step 3] Attention's outputs.
-        if keeping == "all" or (keeps_by_policy and self.policy.saves_attention):
-            save = self.on_device if keeping == "all" else self.queue.transfers.save
+        if keeping == "on_device" or (keeps_by_policy and self.policy.saves_attention):
+            save = self.on_device if keeping == "on_device" else self.queue.transfers.save
             self.outs = list(map(save, outs))
             self.lses = list(map(save, lses))
         del lses
@@ -189,7 +189,7 @@ class LayerCall(Kept):
                     call.x = None
                 streamed = self.runtime.weights.backward(call.layer, above.layer)
                 with streamed, as_in_forward(call.state):
-                    x = call.forward(x, keeping="all")[0]
+                    x = call.forward(x, keeping="on_device")[0]
         # [Step 3] The last output is this layer's input.
         self.x = self.on_device(x)
         transfers.settle()

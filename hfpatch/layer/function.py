@@ -66,7 +66,7 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     # around each call, which no test covers: there its mixers run in time, the rest in tiles.
     if traced.traits.carries is not None and not state.gathered:
         timed = in_time(traced, policy, runtime, x)
-    attention = Attention(wide=policy.aim == "fastest")
+    attention = Attention(all_heads=policy.aim == "fastest")
     if traced.batch.row_ranks is not None:
         attention = ExchangedAttention(traced.batch.row_ranks)
     call = (TimedCall if timed else LayerCall)(

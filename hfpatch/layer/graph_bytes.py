@@ -13,7 +13,7 @@ from hfpatch.budget.measured import Kind
 from hfpatch.compat import autocast_dtype
 
 
-def kind_of(layer, x) -> str | None:
+def meter_kind(layer, x) -> str | None:
     """Layers of one kind keep the same bytes per token; None for one that keeps nothing."""
     trains = any(p.requires_grad for p in layer.parameters())
     if not (trains or x.requires_grad):

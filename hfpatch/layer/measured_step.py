@@ -7,7 +7,7 @@ from hfpatch.layer.gauge import Counters
 
 
 @dataclass
-class Forward:
+class MeasuredForward:
     """A step's forward of the layers, as it is measured.
 
     Attributes:
@@ -27,7 +27,7 @@ class Forward:
 
 
 @dataclass
-class Backward:
+class MeasuredBackward:
     """A step's backward of the layers, as it is measured.
 
     Attributes:
@@ -47,9 +47,9 @@ class Step:
     """One forward of the layers and its backward: what is planned, and what is measured.
 
     Attributes:
-        key: of its StepSizes. rows: of its batch. base: the counters as it began; last: the last read.
+        key: of its StepSizes. tokens: of its batch. base: the counters as it began; last: the last read.
         limit: the most bytes that can be allocated; coming: of gradients that do not exist yet.
-        plan: of its layers; rows is 0 until one was made. kept_all: whether each layer did.
+        plan: of its layers; tokens is 0 until one was made. kept_all: whether each layer did.
         over: its backward needs no more memory.
     """
 
@@ -59,12 +59,12 @@ class Step:
     last: Counters
     limit: int
     plan: StepPlan
-    rows: int = 0
+    tokens: int = 0
     kept_all: list = field(default_factory=list)
     coming: int = 0
     over: bool = False
-    forward: Forward = field(default_factory=Forward)
-    backward: Backward = field(default_factory=Backward)
+    forward: MeasuredForward = field(default_factory=MeasuredForward)
+    backward: MeasuredBackward = field(default_factory=MeasuredBackward)
 
     @property
     def sizes(self) -> StepSizes:

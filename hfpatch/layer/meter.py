@@ -99,7 +99,7 @@ class Meter:
         took = seconds_between(*clocks) if len(clocks) == 2 else None
         # Registering host memory with the driver takes longer than the forward.
         if took and now.host == step.base.host:
-            step.sizes.seconds.put(step.rows, took)
+            step.sizes.seconds.put(step.tokens, took)
         ran_out = step.last.ooms > step.base.ooms
         # The first step that takes so much makes the allocator give back segments it had cached.
         again = step.planned <= self.reached and step.last.retries > step.base.retries
@@ -116,12 +116,12 @@ class Meter:
         if ran_out:
             self.why = "memory ran out"
             names = [kind for kind, yes in zip(step.forward.kinds, step.kept_all) if yes]
-            kept = sum(self.kinds[name].cost for name in names) * step.rows
+            kept = sum(self.kinds[name].cost for name in names) * step.tokens
             # Assume that this step was too large by a tenth of the card, or by half of what layers
             # kept. Plans reach `limit - share - reserve` at most.
             next_peak = (step.planned if kept else step.limit) - max(UNSURE * self.card, kept / 2)
             more = step.limit - step.plan.share * self.card - next_peak
-            if not kept and step.rows:
+            if not kept and step.tokens:
                 self.tile_most = max(TILES[0], step.plan.policy.tile // 2)
         self.reserve = max(self.reserve, int(more))
 
@@ -133,14 +133,14 @@ class Meter:
         return next((c for k, c in self.sizes.items() if k.startswith(alike) and c.measured), None)
 
     def next_policy(
-        self, first: Checkpointing, settings: Checkpointing, able: Abilities, rows: int
+        self, first: Checkpointing, settings: Checkpointing, able: Abilities, tokens: int
     ):
         """Plans the step that begins, and returns its policy. first: that of a step of which
         nothing is known.
         """
         step = self.step
         sizes = self._measured_like(step)
-        step.rows = rows
+        step.tokens = tokens
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
         plan = StepPlan(first, keeps_all=[False] * self.n_layers)
@@ -152,19 +152,19 @@ class Meter:
             room = step.limit - step.base.allocated - share * self.card - self.reserve
             if not own:
                 room -= step.coming
-            plan = climb(first, sizes, self.kinds, settings, able, rows, room, self.tile_most)
+            plan = climb(first, sizes, self.kinds, settings, able, tokens, room, self.tile_most)
             plan.share = share
             if settings.aim != "least":
-                plan.ahead = COPIES * (able.wide + able.gate_up) * rows
+                plan.ahead = COPIES * (able.checkpoint + able.gate_up) * tokens
         plan.gate_up = able.gate_up
         step.plan = plan
         return plan.policy
 
-    def firm(self, policy: Checkpointing) -> None:
+    def agree_on(self, policy: Checkpointing) -> None:
         """The step runs as other ranks do, whatever is allocated as its layers begin."""
         plan = self.step.plan
         plan.policy = policy
-        plan.firm = True
+        plan.same_on_all_ranks = True
         plan.keeps_all = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
 
     def free(self) -> int:
@@ -232,9 +232,9 @@ class Meter:
         plan = step.plan
         planned = zip(plan.kinds[index + 1 :], plan.keeps_all[index + 1 :])
         later = (self.kinds[name].cost for name, keeps_all in planned if keeps_all)
-        kept = solid + (self.kinds[kind].cost + sum(later)) * step.rows
+        kept = solid + (self.kinds[kind].cost + sum(later)) * step.tokens
         left = limit - kept - plan.need
-        if (left < 0 or not self.kinds[kind].cost) and not plan.firm:
+        if (left < 0 or not self.kinds[kind].cost) and not plan.same_on_all_ranks:
             plan.keeps_all[index] = False
             return False
         step.forward.open = (index, kind, solid)
@@ -243,7 +243,7 @@ class Meter:
         # Where the layers just before sent no gate and up, no such copy is under way: its sources
         # would only leave holes between what this layer keeps.
         unsent = plan.gate_up * (plan.policy.keep <= index - COPIES)
-        ahead = plan.ahead - COPIES * unsent * step.rows
+        ahead = plan.ahead - COPIES * unsent * step.tokens
         step.forward.room = max(0, int(min(ahead, left, below_peak)))
         return True
 
@@ -257,7 +257,7 @@ class Meter:
         kept = max(0, solid - before)
         # the first one keeps its input, which later ones share with the layer before
         if self.kinds[name].kept is None or any(step.kept_all[:index]):
-            self.kinds[name].kept = kept / step.rows
+            self.kinds[name].kept = kept / step.tokens
         step.forward.kept += kept
 
     def forward_ended(self) -> None:
@@ -267,7 +267,9 @@ class Meter:
         self._note_kept(now.allocated)
         sizes = step.sizes
         sizes.kinds = list(step.forward.kinds)
-        sizes.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
+        sizes.stands.put(
+            step.tokens, max(0, now.allocated - step.base.allocated - step.forward.kept)
+        )
         step.forward.clocks[1:] = [self.gauge.clock()]
         self.steps.add(step)
 
@@ -295,15 +297,15 @@ class Meter:
         sizes = step.sizes
         ends = step.forward.ends
         stood = max(0, now.allocated - ends.allocated)
-        sizes.after.put(step.rows, stood)
+        sizes.after.put(step.tokens, stood)
         most = now.peak - ends.allocated  # at the most, if the counter did not rise
         if now.peak <= ends.peak:
             if sizes.loss.points:
-                most = min(most, sizes.loss.most(step.rows))
+                most = min(most, sizes.loss.most(step.tokens))
             elif now.peak <= step.base.peak:
                 # Sums in float32 and the loss's workspace come in addition to what it leaves.
                 most = min(most, 3 * stood + 2 * LOSS_WORKSPACE)
-        sizes.loss.put(step.rows, max(most, stood))
+        sizes.loss.put(step.tokens, max(most, stood))
 
     def layer_backward_ended(self, step: Step, before: Counters, first: bool) -> None:
         """A tiled layer's backward has ended. first: it was the first layer's."""
@@ -336,23 +338,23 @@ class Meter:
             else:  # scratch of kernels was not sampled
                 top += (top - base) // 4
         gates = step.plan.gate_up if step.plan.policy.keep > 0 else 0
-        tile = tile_bytes(sizes, self.kinds, min(step.plan.policy.tile, step.rows), gates)
-        sizes.tiled.put(step.rows, max(0, top - base - sizes.gradients - tile))
+        tile = tile_bytes(sizes, self.kinds, min(step.plan.policy.tile, step.tokens), gates)
+        sizes.tiled.put(step.tokens, max(0, top - base - sizes.gradients - tile))
 
     # -- what a later run may begin with -----------------------------------------------------------
     def state(self) -> dict:
         return {
             "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
-            "calls": {key: asdict(sizes) for key, sizes in self.sizes.items() if sizes.measured},
-            "spare": self.reserve / self.card, "tile_most": self.tile_most,
+            "sizes": {key: asdict(sizes) for key, sizes in self.sizes.items() if sizes.measured},
+            "reserve": self.reserve / self.card, "tile_most": self.tile_most,
         }  # fmt: skip
 
     def load(self, state: dict) -> None:
         """Takes a state of before. Nothing of this meter's own is measured yet."""
         for name, kind in state["kinds"].items():
             self.kinds.setdefault(name, Kind(**kind))
-        for key, sizes in state["calls"].items():
+        for key, sizes in state["sizes"].items():
             lines = {n: Line(v["points"]) if isinstance(v, dict) else v for n, v in sizes.items()}
             self.sizes[key] = StepSizes(**lines | {"sure": False})
-        self.reserve = max(self.reserve, int(state["spare"] * self.card))
+        self.reserve = max(self.reserve, int(state["reserve"] * self.card))
         self.tile_most = min(self.tile_most, state["tile_most"])

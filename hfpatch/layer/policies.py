@@ -18,7 +18,7 @@ from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gate_up import gate_up_columns
 from hfpatch.layer.gauge import Gauge
-from hfpatch.layer.graph_bytes import kind_of
+from hfpatch.layer.graph_bytes import meter_kind
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.streamed_weights import frozen_tables
 from hfpatch.layer.traits import layers_in
@@ -32,7 +32,7 @@ def metered(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def arrival_counts() -> bool:
+def gradient_order_matters() -> bool:
     """Whether gradients must arrive in the same order on all ranks, as DeepSpeed's buckets need.
 
     A layer that keeps all and a tiled one differ in that order, and each rank chooses by its own memory and
@@ -134,7 +134,7 @@ class Policies:
         if meter is None:
             return shape.policy
         step = meter.step
-        if not step.rows or step.plan.whole != whole:
+        if not step.tokens or step.plan.whole != whole:
             self._grow(meter, shape, layer, x_BTD, whole)
             self._say(meter, shape.policy, (B, T, whole), (B, longest, whole, step.key), x_BTD)
         return shape.policy
@@ -187,7 +187,7 @@ class Policies:
         free = [meter and meter.free(), self._host_free()]
         if group is not None:
             free = least_of(group, free)
-        sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
+        sizes = {"tokens": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
             chains=self._has_mixers(layer),
@@ -227,7 +227,7 @@ class Policies:
         # Mixers of shared rows need their tiles. A layer that keeps all exchanges no tokens in
         # backward.
         shared = self.row_ranks is not None and self._has_mixers(layer)
-        alike = arrival_counts() or self.exchanges_tokens
+        alike = gradient_order_matters() or self.exchanges_tokens
         if shared or (alike and settings.plain == "auto"):
             settings = dataclasses.replace(settings, plain=0)
         return settings
@@ -239,7 +239,7 @@ class Policies:
             columns = gate_up_columns(layer, layer._hfpatch.traits, x.device.type)
         able = Abilities(
             gate_up=columns * x.element_size(),
-            wide=2 * x.shape[-1] * x.element_size(),
+            checkpoint=2 * x.shape[-1] * x.element_size(),
             host=self._host_free(),
             link=self.queues[x.device, shape.first.offload].transfers.speed.now(),
         )
@@ -276,7 +276,7 @@ class Policies:
             plain, tile, keep = least_of(group, [own.plain, own.tile, own.keep + 1])
             shape.agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
         shape.policy = shape.agreed
-        meter.firm(shape.policy)
+        meter.agree_on(shape.policy)
 
     def layer_begins(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
         """A layer's forward begins: releases sources of copies that have no room beside it. Returns
@@ -290,7 +290,7 @@ class Policies:
         if meter is None:
             self._settle(0)
             return dictated
-        kind = kind_of(layer, x)
+        kind = meter_kind(layer, x)
         if meter.tries(index, kind):
             self._settle(0)
         transfers = [queue.transfers for queue in self.queues.values()]

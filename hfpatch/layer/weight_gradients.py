@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfpatch.compat import hooked, without_hooks
 from hfpatch.layer.forward_state import ForwardState, as_in_forward, tensor_at
-from hfpatch.ops._wide_sums import into, sums_in_matmul
+from hfpatch.ops._wide_sums import add_product, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
 
 _WIDE = {torch.float32, torch.float64}  # dtypes of sums over tiles
@@ -83,7 +83,7 @@ class WeightGradients(ExitStack):
             wide = torch.promote_types(a_NM.dtype, torch.float32)
             self.sums[index] = a_NM.new_empty(*experts, a_NM.shape[1], b_NK.shape[1], dtype=wide)
         if offs_E is None:
-            into(self.sums[index], a_NM.t(), b_NK, first)
+            add_product(self.sums[index], a_NM.t(), b_NK, first)
         else:
             EXPERT_SUMS(self.sums[index], a_NM, b_NK, offs_E, first)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.ops._library import wide_dtype
-from hfpatch.ops._wide_sums import into, sums_in_matmul
+from hfpatch.ops._wide_sums import add_product, sums_in_matmul
 
 
 class WeightGrad:
@@ -48,14 +48,14 @@ class WeightGrad:
             if not out_RD.numel():
                 continue
             if out_RD.dtype == d_logits_CR.dtype or sums_in_matmul(out_RD, d_logits_CR.dtype):
-                into(out_RD, d_logits_CR.t(), hidden_CD, self.empty)
+                add_product(out_RD, d_logits_CR.t(), hidden_CD, self.empty)
                 continue
             # Elsewhere both operands are upcast, as many rows at a time as the scratch holds.
             wide_CD = hidden_CD.to(out_RD.dtype)
             row_bytes = out_RD.element_size() * max(1, d_logits_CR.shape[0])
             rows = max(1, self.scratch_bytes // row_bytes)
             for part_RD, d_CR in zip(out_RD.split(rows), d_logits_CR.split(rows, dim=1)):
-                into(part_RD, d_CR.to(out_RD.dtype).t(), wide_CD, self.empty)
+                add_product(part_RD, d_CR.to(out_RD.dtype).t(), wide_CD, self.empty)
         self.empty = False
 
     def finish(self) -> Tensor:

@@ -21,11 +21,11 @@ def on_cuda(x: Tensor) -> bool:
 
 
 def sums_in_matmul(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `into` supports matmuls of this dtype on x's device: cuBLAS does."""
+    """Whether `add_product` supports matmuls of this dtype on x's device: cuBLAS does."""
     return dtype in (torch.bfloat16, torch.float16) and on_cuda(x) and torch.version.hip is None
 
 
-def into(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, first: bool) -> None:
+def add_product(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, first: bool) -> None:
     """Adds a_MK @ b_KN to the sum out_MN, of their dtype or (see sums_in_matmul) float32; `first`
     overwrites the sum instead."""
     same = out_MN.dtype == a_MK.dtype

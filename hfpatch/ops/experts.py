@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hfpatch.compat import grouped_mm, is_fake
 from hfpatch.ops._library import define, refuse, wide_dtype
-from hfpatch.ops._wide_sums import into
+from hfpatch.ops._wide_sums import add_product
 from hfpatch.ops.swiglu import _act, _dgate
 
 CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both clamped
@@ -122,7 +122,7 @@ def _expert_sums(out, a_SM, b_SN, offs_E, first):
     for e, a, b in _parts(offs_E):
         a_MR = a_SM[a:b].t().to(out.dtype)
         b_RN = b_SN[a:b].to(out.dtype)
-        into(out[e], a_MR, b_RN, first)
+        add_product(out[e], a_MR, b_RN, first)
 
 
 # Adds a^T b over each expert's rows to out [E, M, N], which is float32 if there are several calls;

@@ -74,7 +74,7 @@ class Ladder:
         self.run = run
         self.placement = placement
         self.steps = steps_of(run, placement)
-        self.rows = run.batch * run.seq_len
+        self.tokens = run.batch * run.seq_len
         sharded = PLACEMENTS[placement].sharded
         settings = run.checkpointing
         if settings.every == "auto" and sharded:
@@ -84,7 +84,7 @@ class Ladder:
             settings = replace(settings, plain=0)
         self._begin(settings)
         alone = run.ranks == 1 and not sharded and run.shape.adapters
-        needed = step_bytes(self.first, **self._sizes(self.rows))
+        needed = step_bytes(self.first, **self._sizes(self.tokens))
         if alone and settings.frozen_weights == "auto" and needed > self._first_free():
             self._begin(replace(settings, frozen_weights="host"))
 
@@ -95,9 +95,9 @@ class Ladder:
         self.stays = stays_of(self.run, self.placement, settings)
         self.first = self._first()
 
-    def _sizes(self, rows: int) -> dict:
+    def _sizes(self, tokens: int) -> dict:
         return {
-            "rows": rows, "width": self.run.shape.embedding[1],
+            "tokens": tokens, "width": self.run.shape.embedding[1],
             "itemsize": PLACEMENTS[self.placement].itemsize,
         }  # fmt: skip
 
@@ -146,7 +146,7 @@ class Ladder:
             return found
         # A glance simulates two layers or more and multiplies their host memory. A gradient that
         # waits there once, at most one tensor [rows, width], is multiplied too.
-        tensor = math.prod(self._sizes(self.rows).values())  # bytes
+        tensor = math.prod(self._sizes(self.tokens).values())  # bytes
         most = self.run.gpus * self.run.shape.num_layers // 2 * tensor
         short = found.host.peak_bytes - found.host.usable_bytes
         return self.plan(FIRST) if 0 < short <= most else found
@@ -187,19 +187,19 @@ class Ladder:
         sizes.kinds = [cost.kinds[min(i, first + (i - first) % period)] for i in layers]
         sizes.gradients = gradients_of(self.run, self.stays) - self._earlier()
         measured = sizes.measured
-        loss = min(cost.loss, sizes.loss.most(self.rows)) if measured else cost.loss
-        sizes.stands.put(self.rows, cost.stands)
-        sizes.after.put(self.rows, cost.after)
-        sizes.seconds.put(self.rows, cost.layers_forward)
-        sizes.loss.put(self.rows, loss)
+        loss = min(cost.loss, sizes.loss.most(self.tokens)) if measured else cost.loss
+        sizes.stands.put(self.tokens, cost.stands)
+        sizes.after.put(self.tokens, cost.after)
+        sizes.seconds.put(self.tokens, cost.layers_forward)
+        sizes.loss.put(self.tokens, loss)
         if cost.exact or not measured:
-            sizes.tiled.put(self.rows, cost.tiled)
+            sizes.tiled.put(self.tokens, cost.tiled)
 
     def _next(self, sizes: StepSizes, cost: Cost):
         """The next step's budget.measured.StepPlan."""
         able = replace(cost.able, host=self._host(), link=self.run.gpu.link_rate)
         return climb(
-            self.first, sizes, self.steps.kinds, self.settings, able, self.rows,
+            self.first, sizes, self.steps.kinds, self.settings, able, self.tokens,
             self._room(sizes.sure),
         )  # fmt: skip
 
@@ -219,12 +219,12 @@ class Ladder:
         room = self._room(any(found.keeps_all))
         if self.settings.aim == "least":  # no more than its backward takes
             room = min(room, found.top)
-        tiled = room - found.working - sizes.stands.most(self.rows)
-        enough = COPIES * (cost.able.wide + cost.able.gate_up)
+        tiled = room - found.working - sizes.stands.most(self.tokens)
+        enough = COPIES * (cost.able.checkpoint + cost.able.gate_up)
 
         # Rounded down, so that nearly equal rooms share one simulated step and the policy settles.
         def each(spare: float) -> int | None:
-            most = max(0, int(spare / self.rows))
+            most = max(0, int(spare / self.tokens))
             return None if most >= enough else most // 8192 * 8192
 
         return each(tiled), each(min(room - found.top, found.need))

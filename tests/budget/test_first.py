@@ -7,10 +7,10 @@ from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import Checkpointing
 
 
-def first(rows=131072, settings=None, **sizes):
+def first(tokens=131072, settings=None, **sizes):
     """Of Qwen3.5-9B: the input of each layer is 1 GiB."""
     given = {"width": 4096, "layers": 32, "card": 80 * GiB} | sizes
-    return first_policy(Checkpointing(**settings or {}), rows=rows, **given)
+    return first_policy(Checkpointing(**settings or {}), tokens=tokens, **given)
 
 
 def test_inputs_and_attention_go_to_the_host_in_tiles_by_length_width_and_card():
@@ -18,7 +18,7 @@ def test_inputs_and_attention_go_to_the_host_in_tiles_by_length_width_and_card()
         found = first(free=free)
         assert (found.offload, found.every, found.saves_attention) == ("host", 1, True)
         assert (found.tile, found.plain, found.keep) == (8192, 0, 0)
-    tiles = [first_tile(rows, 4096, 80 * GiB) for rows in (512, 8192, 8193, 32768, 32769)]
+    tiles = [first_tile(tokens, 4096, 80 * GiB) for tokens in (512, 8192, 8193, 32768, 32769)]
     assert tiles == [8192, 8192, 4096, 4096, 8192]
     assert first_tile(131072, 8192, 24 * GiB) == 2048  # a 70B model
     assert first_tile(131072, 1 << 20, 24 * GiB) == 1024 < first_tile(131072, 4096, None) == 8192

@@ -13,37 +13,37 @@ from hfpatch.budget.policy import LEAST, Checkpointing
 KEPT, TILE, LOSS, GRADIENTS, LAYERS = 100_000, 150_000, 2 * GiB, 3 * GiB, 10
 
 
-def call(rows: int, **changes) -> StepSizes:
+def call(tokens: int, **changes) -> StepSizes:
     made = StepSizes(kinds=["layer"] * LAYERS, gradients=GRADIENTS)
     for line, value in ((made.stands, 0), (made.loss, LOSS), (made.after, 0), (made.tiled, 0)):
-        line.put(rows, value)
+        line.put(tokens, value)
     for name, value in changes.items():
         setattr(made, name, value)
     return made
 
 
-def plan(rows, room, settings=None, able=None, kind=None, made=None, first=None):
+def plan(tokens, room, settings=None, able=None, kind=None, made=None, first=None):
     return climb(
-        first or replace(LEAST, tile=4096), made or call(rows),
+        first or replace(LEAST, tile=4096), made or call(tokens),
         {"layer": kind or Kind(KEPT, {"after": [TILE, 0.0]})}, settings or Checkpointing(),
-        able or Abilities(), rows, room,
+        able or Abilities(), tokens, room,
     )  # fmt: skip
 
 
-def took(found, rows: int) -> float:
+def took(found, tokens: int) -> float:
     """The most bytes of such a step."""
     keep_all = sum(found.keeps_all)
-    tiled = GRADIENTS + TILE * min(found.policy.tile, rows) if keep_all < LAYERS else 0
-    return max(keep_all * KEPT * rows + LOSS, tiled)
+    tiled = GRADIENTS + TILE * min(found.policy.tile, tokens) if keep_all < LAYERS else 0
+    return max(keep_all * KEPT * tokens + LOSS, tiled)
 
 
-@pytest.mark.parametrize("rows", [8192, 16384, 65536])
+@pytest.mark.parametrize("tokens", [8192, 16384, 65536])
 @pytest.mark.parametrize("room", [4, 6, 12, 40, 200])
-def test_no_step_takes_more_than_there_is(rows, room):
-    found = plan(rows, room * GiB)
-    assert took(found, rows) <= max(room * GiB, took(plan(rows, 0), rows))
+def test_no_step_takes_more_than_there_is(tokens, room):
+    found = plan(tokens, room * GiB)
+    assert took(found, tokens) <= max(room * GiB, took(plan(tokens, 0), tokens))
     if found.policy.plain < LAYERS and room > 4:  # another layer would not fit
-        assert took(found, rows) + KEPT * rows > room * GiB or found.policy.tile < 16384
+        assert took(found, tokens) + KEPT * tokens > room * GiB or found.policy.tile < 16384
     assert found.keeps_all == [i >= LAYERS - found.policy.plain for i in range(LAYERS)]
     if room == 200:
         assert found.policy.plain == LAYERS
@@ -51,19 +51,19 @@ def test_no_step_takes_more_than_there_is(rows, room):
 
 def test_a_layer_that_keeps_all_leaves_room_for_a_widest_tensor_in_one_piece():
     """At 131,072 tokens of 8B widths that is 3.5 GiB, which the allocator may hold in holes."""
-    wide, rows = 2 * GiB, 65536
-    room = 5 * KEPT * rows + LOSS + wide
-    made, able = call(rows, sure=True), Abilities(gate_up=2 * wide // rows)
-    found = [plan(rows, room - less, able=able, made=made) for less in (0, 1)]
+    wide, tokens = 2 * GiB, 65536
+    room = 5 * KEPT * tokens + LOSS + wide
+    made, able = call(tokens, sure=True), Abilities(gate_up=2 * wide // tokens)
+    found = [plan(tokens, room - less, able=able, made=made) for less in (0, 1)]
     assert [step.policy.plain for step in found] == [5, 4]
     made.sure = False  # a tenth of the card is free
-    assert plan(rows, room - wide, able=able, made=made).policy.plain == 5
+    assert plan(tokens, room - wide, able=able, made=made).policy.plain == 5
 
 
 def test_gate_and_up_go_to_the_host_as_far_as_the_link_has_time():
     made = call(8192)
     made.seconds.put(8192, 1.0)
-    able = Abilities(gate_up=50_000, wide=20_000, host=200 * GiB, link=6e9)
+    able = Abilities(gate_up=50_000, checkpoint=20_000, host=200 * GiB, link=6e9)
     found = plan(8192, 6 * GiB, able=able, made=made)
     left = LAYERS - found.policy.plain
     spare = 6e9 - left * 20_000 * 8192

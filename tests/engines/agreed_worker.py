@@ -74,7 +74,9 @@ class Noted:
         with (
             mock.patch.object(policies, "metered", lambda device: True),
             mock.patch.object(policies, "Gauge", card),
-            mock.patch.object(policies, "arrival_counts", lambda: False),  # DeepSpeed is imported
+            mock.patch.object(
+                policies, "gradient_order_matters", lambda: False
+            ),  # DeepSpeed is imported
             mock.patch.object(Speed, "now", lambda _: 1.0),
             mock.patch.object(Meter, "next_policy", lambda *args: self.planning(*args)),
             mock.patch.object(policies, "least_of", self.leasting),

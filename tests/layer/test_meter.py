@@ -42,19 +42,19 @@ class Run:
         self.model._hfpatch_logits = False
         self.patch, self.policies, self.peaks = monkeypatch, [], []
 
-    def step(self, ids, rows: int):
-        ids = ids[:, :rows]
+    def step(self, ids, tokens: int):
+        ids = ids[:, :tokens]
         self.model(input_ids=ids, labels=ids).loss.backward()
         (self.meter,) = self.model.model._hfpatch.runtime.meters.values()
         self.policies.append(self.meter.step.plan.policy)
         self.peaks.append(self.meter.gauge.read().peak)
 
-    def run(self, work, rows: int) -> list:
+    def run(self, work, tokens: int) -> list:
         """work(run, ids): called in a simulation."""
         self.patch.setattr(
             simulator, "train_step", lambda model, follower, ids, labels: work(self, ids)
         )
-        simulator.simulate(self.model, 1, rows)
+        simulator.simulate(self.model, 1, tokens)
         return self.policies
 
 
@@ -276,7 +276,7 @@ def test_a_layer_keeps_all_if_it_fits_into_what_is_free_as_it_begins(stands, til
     meter = Meter(gauge, list, 4)
     meter.kinds["a"] = Kind(kept=100)
     meter.begin()
-    meter.step.rows = 1
+    meter.step.tokens = 1
     meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, True])
     for index, gauge.now in enumerate(stands):
         meter.layer_begins(index, "a", 0)

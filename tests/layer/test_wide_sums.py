@@ -31,7 +31,7 @@ def test_gradients_add_up_in_their_matmuls(tile, monkeypatch):
     added = []
     monkeypatch.setattr(
         weights,
-        "into",
+        "add_product",
         lambda out, a, b, first: added.append(first) or in_float32(out, a, b, first),
     )
     ids = torch.randint(0, 32, (1, 64), generator=torch.Generator().manual_seed(1))

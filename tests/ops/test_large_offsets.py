@@ -66,6 +66,6 @@ def test_rows_past_two_to_the_31(dtype):
 def test_queries_of_a_group_of_heads():
     """Four million tokens of a Llama's KV head, and no token more."""
     longest = torch.empty(1, 1 << 22, 32, 128, device="meta")
-    assert len(groups_of(longest, 8, wide=True)) == 8
+    assert len(groups_of(longest, 8, all_heads=True)) == 8
     with pytest.raises(ValueError, match=r"2\^31 elements, got"):
-        groups_of(longest.new_empty(1, (1 << 22) + 1, 32, 128), 8, wide=True)
+        groups_of(longest.new_empty(1, (1 << 22) + 1, 32, 128), 8, all_heads=True)

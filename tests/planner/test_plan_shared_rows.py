@@ -92,7 +92,7 @@ def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
 
     def simulated(ranks):
         model, tokens = prepare(build(DELTA), "hfpatch"), 8192 // ranks
-        sizes = {"rows": tokens, "width": DELTA["hidden_size"]}
+        sizes = {"tokens": tokens, "width": DELTA["hidden_size"]}
         policy = first_policy(Checkpointing(aim="least"), **sizes, chains=True)
         return vars(simulate(model, 1, tokens, policy=policy, ranks=ranks))
 

@@ -30,7 +30,7 @@ def follow(run: Run, options: Options, used: Checkpointing | None = None) -> Run
     policy = used
     if options.impl == "hfpatch" and used is None and settings.offload != "off":
         width = model.get_input_embeddings().weight.shape[1]
-        policy = first_policy(settings, rows=options.batch * options.seq_len, width=width)
+        policy = first_policy(settings, tokens=options.batch * options.seq_len, width=width)
     # [Step 3] Run the step on fake tensors, and collect the inputs of its layers.
     inputs: set = set()
     layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
