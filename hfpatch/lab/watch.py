@@ -19,7 +19,8 @@ def pinned_bytes(model) -> int:
 
 def policy_used(model) -> Checkpointing | None:
     """The policy of the last batch shape; None where nothing ran in tiles."""
-    return next((policy for r in runtimes_in(model) for policy in reversed(r.policies)), None)
+    shapes = (shape for r in runtimes_in(model) for shape in reversed(r.shapes.values()))
+    return next((shape.policy for shape in shapes), None)
 
 
 @contextmanager

@@ -65,11 +65,6 @@ class Policies:
     """Chooses what layers keep. A base of LayerRuntime, which has the attributes."""
 
     @property
-    def policies(self) -> list[Checkpointing]:
-        """The last policy of each batch shape."""
-        return [shape.policy for shape in self.shapes.values()]
-
-    @property
     def transfers(self) -> Transfers | None:
         """The copies of the first device, None before the first step."""
         return next((queue.transfers for queue in self.queues.values()), None)

@@ -84,7 +84,7 @@ def _policy(args, settings, config: dict, tokens: int) -> Checkpointing:
     if settings.offload == "off":
         return replace(LEAST, **({"tile": auto_tile(rows)} | fields))
     layers, width = config.get("num_hidden_layers", 1), config.get("hidden_size", 0)
-    return replace(first_policy(settings, rows=rows, width=width, layers=layers), **fields)
+    return replace(first_policy(settings, tokens=rows, width=width, layers=layers), **fields)
 
 
 if __name__ == "__main__":

@@ -307,8 +307,8 @@ def one_for_all(ranks: Ranks, host: list[int]) -> str:
     free = mock.patch.object(memory, "host_free", lambda: host[min(ranks.rank, 1)])
     with free, sharded(row_ranks_of(ranks.group)):
         ours(**mine, use_cache=False).loss.backward()
-    (policy,) = ours.model.layers[0]._hfpatch.runtime.policies
-    return f"attention of {2 * policy.saves_attention} layers"
+    (shape,) = ours.model.layers[0]._hfpatch.runtime.shapes.values()
+    return f"attention of {2 * shape.policy.saves_attention} layers"
 
 
 def main(chosen: str, folder: str) -> None:
