@@ -1,4 +1,4 @@
-"""The scripts for a GPU, run untiled on a CPU at tiny size, and what their rows are made of."""
+"""The scripts for a GPU, run in full on a CPU at tiny size, and what their rows are made of."""
 
 import csv
 import importlib.util

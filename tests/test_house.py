@@ -21,7 +21,7 @@ LAYOUT = {
 # Folder of hfpatch ("." are its own files): most statements without docstrings, most tokens.
 FOLDERS = {
     "lab": (3010, 32830),  # with the cards' data sheets and a config's sizes, for plan
-    "layer": (2890, 32560),
+    "layer": (2882, 32520),
     # a run killed after its last step takes none more; engines of accelerate launch are not planned;
     # who resumes ZeRO on fewer GPUs is told
     # pairs whose sequences ranks share are refused before step 1
@@ -36,15 +36,16 @@ FOLDERS = {
     "ops": (855, 11300),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
     # masks of floats beside positions, for who casts a mask; what a user's own norm, MLP, rotation or
-    # layer writes to (a loss of its own, captured values)
-    "context": (766, 8670),
+    # layer writes to (a loss of its own, captured values), also under a decorator and in a class that is
+    # derived from transformers' layers; labels behind left padding under eager attention
+    "context": (770, 8765),
     "store": (527, 5216),
     "kernels": (566, 8353),
     "compat": (465, 4372),
     # MLPs that clamp or drop, as DeepSeek-V4 and Seed-OSS; a user's own norm, MLP or rotation with
     # another epsilon or backward
-    "parts": (477, 5590),
-    "attention": (400, 5230),  # rows of 4M tokens over GPUs
+    "parts": (470, 5560),
+    "attention": (385, 5240),  # rows of 4M tokens over GPUs
     "loss": (442, 5050),  # another mode of autograd, for who scores without a gradient in a forward
     ".": (386, 3826),
     "parallel": (176, 2166),  # untiled layers of ranks that split weights choose alike

@@ -8,8 +8,9 @@ from torch.nn.functional import pad
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama as hf
 
-LAYER, MODEL = hf.LlamaDecoderLayer.forward, hf.LlamaModel.forward
+LAYER, MODEL, MLP = hf.LlamaDecoderLayer.forward, hf.LlamaModel.forward, hf.LlamaMLP.forward
 ADDED: list = []  # terms of a loss, three a forward at most
+ADD = ADDED.append
 
 
 def shifts_in_one_layer(self, x, *args, **kwargs):
@@ -20,7 +21,7 @@ def shifts_in_one_layer(self, x, *args, **kwargs):
 
 def adds_to_the_loss(self, x, *args, **kwargs):
     y = LAYER(self, x, *args, **kwargs)
-    ADDED.append(y.square().mean())
+    ADD(y.square().mean())
     return y
 
 
@@ -28,6 +29,14 @@ def rotates_and_adds(q, k, cos, sin, rotate=hf.apply_rotary_pos_emb):
     q, k = rotate(q, k, cos, sin)
     ADDED.append(q.square().mean())
     return q, k
+
+
+def doubles_rows(self, x):
+    return MLP(self, x) * (x.dim() - 1)
+
+
+# transformers wraps the forward of each class derived from its layers.
+Derived = type("Derived", (hf.LlamaDecoderLayer,), {"forward": adds_to_the_loss})
 
 
 class AddingMLP(hf.LlamaMLP):
@@ -48,6 +57,9 @@ def reads_padding(self, *args, **kwargs):
     [
         (hf.LlamaDecoderLayer, "forward", shifts_in_one_layer, 0),
         (hf.LlamaDecoderLayer, "forward", adds_to_the_loss, 3),
+        (hf.LlamaDecoderLayer, "forward", torch.enable_grad()(adds_to_the_loss), 3),
+        (hf.LlamaDecoderLayer, "forward", Derived.forward, 3),
+        (hf.LlamaMLP, "forward", torch.compiler.disable(doubles_rows), 0),
         (hf, "apply_rotary_pos_emb", rotates_and_adds, 3),
         (hf, "LlamaMLP", AddingMLP, 3),
         (hf.LlamaModel, "forward", reads_padding, 1),

@@ -20,6 +20,8 @@ HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # columns; only the efficient kernel takes more
 WIDEST_CUDNN = 128  # columns that every version of cuDNN takes in both directions
 FEW_LENGTHS = 4
+# The oldest version that torch 2.11 prefers: https://github.com/pytorch/pytorch/issues/169849
+CUDNN = 91501
 
 # --- one row a backend --------------------------------------------------------------------------
 # forward(q, k, v, scale) -> out, lse, state
@@ -144,6 +146,11 @@ def pick(q_BTHE: Tensor) -> str:
         return name
     if len(lengths_met) <= FEW_LENGTHS:
         lengths_met.add((B, T))
-    if len(lengths_met) > FEW_LENGTHS or E > WIDEST_CUDNN:
+    if (
+        len(lengths_met) > FEW_LENGTHS
+        or E > WIDEST_CUDNN
+        or not torch.backends.cuda.cudnn_sdp_enabled()
+        or (torch.backends.cudnn.version() or 0) < CUDNN
+    ):
         return "flash"
     return FASTEST.get(torch.cuda.get_device_capability(device), "flash")

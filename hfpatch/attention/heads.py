@@ -18,7 +18,7 @@ from hfpatch.attention.attention import attention_backward, attention_forward, p
 from hfpatch.budget.cuts import heads_per_group
 
 # Of a group's q: some versions of FA2 compute offsets into their dq, of rows in blocks of 128 and of
-# 128 columns or more, in 32 bits, and cuDNN may too.
+# 128 columns or more, in 64s, in 32 bits, and cuDNN may too.
 MOST_ELEMENTS = 1 << 31
 
 
@@ -34,7 +34,7 @@ def groups_of(q_BTHE: Tensor, K: int, all_heads: bool) -> list[tuple[slice, slic
         ValueError: the queries of one group would have more than MOST_ELEMENTS elements.
     """
     B, T, H, E = q_BTHE.shape
-    elements = B * -(-T // 128) * 128 * H * max(E, 128)
+    elements = B * -(-T // 128) * 128 * H * -(-max(E, 128) // 64) * 64
     width = heads_per_group(B, T, H, K)
     if all_heads and elements <= MOST_ELEMENTS:
         width = K
@@ -44,11 +44,9 @@ def groups_of(q_BTHE: Tensor, K: int, all_heads: bool) -> list[tuple[slice, slic
             f"2^31 elements, got {elements // K * width:,}. Share each row between GPUs."
         )
     repeat = H // K
-    groups = []
-    for a in range(0, K, width):
-        b = a + width
-        groups.append((slice(a * repeat, b * repeat), slice(a, b)))
-    return groups
+    return [
+        (slice(a * repeat, (a + width) * repeat), slice(a, a + width)) for a in range(0, K, width)
+    ]
 
 
 class Attention:

@@ -62,10 +62,15 @@ MADE_FROM = _MadeFrom()
 
 def code_of_class(kind: type) -> tuple:
     """A class's forward, and the rotation and the attention of its file, which some libraries replace
-    process-wide."""
+    process-wide; also those beneath decorators. transformers puts one around the forward of each class
+    that is derived from its layers."""
     file = sys.modules.get(kind.__module__)
-    names = "apply_rotary_pos_emb", "eager_attention_forward"
-    return MADE_FROM[kind].forward, *(getattr(file, name, None) for name in names)
+    code = (
+        MADE_FROM[kind].forward,
+        getattr(file, "apply_rotary_pos_emb", None),
+        getattr(file, "eager_attention_forward", None),
+    )
+    return *code, *map(inspect.unwrap, code)
 
 
 class Snapshot:

@@ -1,10 +1,11 @@
 """The code that a class of modules runs: whether it changed since `apply`, and what it writes to."""
 
 import dis
+import gc
 import sys
 from collections import deque
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import islice
 from types import CellType, FunctionType, ModuleType
 
 from torch import Tensor, nn
@@ -14,6 +15,15 @@ from hfpatch.context.classes import LIBRARIES, home_of, whose
 
 MOST = 2000  # objects that `reached` looks at
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL")
+# Names of the classes of Python's own that hold a user's objects.
+_HOLDERS = {
+    "SimpleNamespace",
+    "Namespace",
+    "_local",
+    "partial",
+    "method",
+    "builtin_function_or_method",
+}
 _PLAIN = {int, float, str, bool, type(None)}
 _probed: dict[type, tuple] = {}
 
@@ -65,15 +75,25 @@ def _held(one) -> list:
     if isinstance(one, dict | list | tuple | set | deque):
         return [len(one), *islice(one.values() if isinstance(one, dict) else one, 99)]
     if isinstance(one, nn.Module):
-        own = [vars(c).values() for c in type(one).__mro__ if home_of(c) not in LIBRARIES]
-        return [*vars(one).values(), *code_of_class(type(one)), *chain(*own)]
+        return [
+            *vars(one).values(),
+            *code_of_class(type(one)),
+            *(
+                x
+                for c in type(one).__mro__
+                if home_of(c) not in LIBRARIES
+                for x in vars(c).values()
+            ),
+        ]
     code = one if isinstance(one, type | FunctionType) else type(one)
     name = one.__name__ if isinstance(one, ModuleType) else whose(code)
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    if name.partition(".")[0] in LIBRARIES or "site-packages" in file:  # it keeps caches
-        return []
+    if type(one).__name__ not in _HOLDERS and (
+        name.partition(".")[0] in LIBRARIES or "site-packages" in file  # it keeps caches
+    ):
+        return [vars(one).get("__wrapped__")] if isinstance(one, FunctionType) else []
     if not isinstance(one, FunctionType):
-        return list(vars(one).values())
+        return [*getattr(one, "__dict__", {}).values(), *gc.get_referents(one)]
     named = (i.argval for i in dis.get_instructions(one) if i.opname in _GLOBAL)
     # an empty cell: of a name that is not set yet
     cells = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]

@@ -160,7 +160,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     holes = False
     padding_is_read = False
     if mask is not None and padding:
-        holes, padding_is_read = _padding(starts_BT, visible_BT, idle_BT, batch.watched)
+        holes, padding_is_read = _padding(starts_BT, visible_BT, idle_BT, batch)
     # [Step 5] Start a document at each chunk too.
     if chunk is not None:
         starts_BT |= _chunks(starts_BT, None if only_restarts else positions_BT, chunk)
@@ -196,12 +196,13 @@ def _starts(
 
 
 def _padding(
-    starts_BT: Tensor, visible_BT: Tensor, idle_BT: Tensor | None, watched: bool
+    starts_BT: Tensor, visible_BT: Tensor, idle_BT: Tensor | None, batch
 ) -> tuple[bool, bool]:
     """Sets a start at each row's first visible token. Returns whether the mask has holes, and whether
     something may read outputs of padding.
 
-    If a loss reads padding, its values must be transformers', so it counts as a hole.
+    If a loss reads padding, its values must be transformers', so it counts as a hole; but not where
+    these are the zeros of a token that sees nobody.
     """
     front_BT = visible_BT.cumsum(1) == 0
     back_BT = visible_BT.flip(1).cumsum(1).flip(1) == 0
@@ -210,8 +211,9 @@ def _padding(
     # read.
     loss_BT = torch.zeros_like(visible_BT) if idle_BT is None else ~idle_BT.bool()
     padding_BT = ~visible_BT
-    read_BT = padding_BT if idle_BT is None or watched else padding_BT & loss_BT
-    return bool((padding_BT & ~front_BT & (~back_BT | loss_BT)).any()), bool(read_BT.any())
+    read_BT = padding_BT if idle_BT is None or batch.watched else padding_BT & loss_BT
+    exact_BT = front_BT & ~loss_BT if batch.averages else front_BT
+    return bool((padding_BT & ~exact_BT & (~back_BT | loss_BT)).any()), bool(read_BT.any())
 
 
 def _chunks(starts_BT: Tensor, positions_BT: Tensor | None, chunk: int) -> Tensor:

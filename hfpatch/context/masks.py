@@ -55,6 +55,7 @@ class Batch:
         self.row_ranks = row_ranks
         self.only_restarts = False  # whether positions start documents at restarts alone
         self.probabilities = False  # whether attention returns them too
+        self.averages = False  # whether tokens that see nobody get a mean in transformers, no zeros
         self.packed_row = (
             None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
         )
@@ -158,8 +159,11 @@ class Mask:
             return None
         theirs = self.build() if self.build is not None else None
         if theirs is None:
-            return pattern.allowed(range(b.T), range(b.T), b.B, b.T, b.device)
-        if pattern.documents is None:
+            allowed = pattern.allowed(range(b.T), range(b.T), b.B, b.T, b.device)
+            blind_BT = pattern.blind_BT
+            return allowed if blind_BT is None else allowed & ~blind_BT[:, None, :, None]
+        # A model of the user's own may have put tokens in front of the stack's.
+        if pattern.documents is None or theirs.shape[-1] != b.T:
             return theirs
         # A custom closure may show later keys, of its own document alone.
         of_BT = pattern.documents.numbers(b.B, b.T)

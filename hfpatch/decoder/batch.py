@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hfpatch.compat import cache_name
-from hfpatch.context.current import asks_for, current, not_exchanged
+from hfpatch.context.current import asks_for, current, not_exchanged, standard
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
@@ -349,6 +349,7 @@ def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
     )
     batch.only_restarts = only_restarts
     batch.probabilities = inputs.probabilities
+    batch.averages = standard(inputs.config) == "eager" and inputs.B * inputs.T <= FEW
     return batch
 
 

@@ -73,12 +73,14 @@ def _stacks(model: nn.Module) -> list[nn.Module]:
     # Later entries overwrite earlier ones, so each module is owned by its innermost model.
     owner = {m: of for of in models for m in of.modules()}
     stacks = [m for m in model.modules() if list_of_layers(m) is not None]
-    return [m for m in stacks if m in owner and _reads_tokens(owner[m])] or stacks
-
-
-def _reads_tokens(model: nn.Module) -> bool:
     # older transformers name the input of some image towers input_ids too
-    return model.main_input_name == "input_ids" and hasattr(model.config, "vocab_size")
+    return [
+        s
+        for s in stacks
+        if s in owner
+        and owner[s].main_input_name == "input_ids"
+        and hasattr(owner[s].config, "vocab_size")
+    ] or stacks
 
 
 def find_decoder(model: nn.Module) -> Decoder | None:

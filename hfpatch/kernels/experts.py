@@ -293,7 +293,10 @@ def expert_act_bwd(
     S, F = da.shape
     bias, E, constexprs = _act_options(gu, bias, activation, interleaved)
     n_blocks_s = triton.cdiv(S, constexprs["BLOCK_S"])
-    args = da.contiguous(), gu, w, bias, ids, dgu, a if need_a else None, dw, S, E, F, alpha, limit
+    args = (
+        da.contiguous(), gu.contiguous(), w, bias, ids, dgu, a if need_a else None, dw,
+        S, E, F, alpha, limit,
+    )  # fmt: skip
     launch(expert_act_bwd_kernel, (n_blocks_s,), args, constexprs, num_warps=4)
 
 

@@ -113,16 +113,6 @@ def _block(D: int) -> tuple[int, int, int]:
     return block_n, block_d, min(32, max(4, block_n * block_d // 512))
 
 
-def _stages(bytes_each: int) -> int:
-    """The number of loop stages of the backward. stages - 1 steps of bytes_each wait in shared
-    memory.
-
-    Two programs per SM must fit an A100's 164 KiB. One program alone may take 96 KiB; wider rows
-    are not prefetched.
-    """
-    return 1 + (bytes_each <= 96 * 1024) + (bytes_each <= 36 * 1024)
-
-
 def rms_norm_fwd(outs, x, weight, eps, offset, cast) -> None:
     """Launches the forward. Results and arguments as `hfpatch::rms_norm`."""
     y, rstd = outs
@@ -147,7 +137,10 @@ def rms_norm_bwd(outs, dy, x, weight, rstd, offset, need_dw) -> None:
     rows_each = triton.cdiv(triton.cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
     programs = triton.cdiv(N, rows_each)
     dw_PD = x.new_empty(programs, D, dtype=torch.float32) if need_dw else None
-    stages = _stages(block_n * block_d * (x.element_size() + dy.element_size()))
+    # stages - 1 loop steps wait in shared memory. Two programs per SM must fit an A100's 164 KiB. One
+    # program alone may take 96 KiB; wider rows are not prefetched.
+    step = block_n * block_d * (x.element_size() + dy.element_size())
+    stages = 1 + (step <= 96 * 1024) + (step <= 36 * 1024)
     weight = None if weight is None else weight.contiguous()
     args = (
         dy_ND, x_ND, weight, rstd.contiguous(), dx, dw_PD, N, D,

@@ -83,11 +83,9 @@ def _lists(tower: nn.Module) -> list[tuple]:
     for blocks in tower.modules():
         if not isinstance(blocks, nn.ModuleList) or not blocks or blocks[0] in taken:
             continue
-        if all(map(_is_block, blocks)):
+        if all(
+            isinstance(b, GradientCheckpointingLayer) and "forward" not in vars(b) for b in blocks
+        ):
             found.append(tuple(blocks))
             taken.update(blocks.modules())
     return found
-
-
-def _is_block(module: nn.Module) -> bool:
-    return isinstance(module, GradientCheckpointingLayer) and "forward" not in vars(module)

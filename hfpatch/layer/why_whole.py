@@ -338,8 +338,8 @@ REASONS = (
     ),
     _batch(
         "holes",
-        "an attention mask with holes, or padding behind a row, until a backward shows that no loss "
-        "reads it",
+        "an attention mask with holes, padding that a loss reads, or padding behind a row, until a "
+        "backward shows that no loss reads it",
         lambda given, traits, batch: given.rows_mask is not None and batch.rows().holes,
     ),
     # What this call of the layer was given.

@@ -70,9 +70,9 @@ def _grouped(a: Tensor, b: Tensor, offs_E: Tensor) -> Tensor | None:
     majors = (9, 10) if b.dim() == 3 else (9,)
     if a.dtype != torch.bfloat16 or _major(a) not in majors:
         return None
-    for x in (a, b):  # of the strides one is 1, the others are whole 16 bytes
+    for x in (a, b):  # of the strides one is 1, the others and the address are whole 16 bytes
         inner, *outer = sorted(x.stride())
-        if inner != 1 or any(s * x.element_size() % 16 for s in outer):
+        if inner != 1 or any(n * x.element_size() % 16 for n in (x.storage_offset(), *outer)):
             return None
     return grouped_mm(a, b, offs=offs_E)
 

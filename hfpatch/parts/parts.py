@@ -118,13 +118,14 @@ def _norm_variant(
 def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
     """exact: equal to the bit, except in float32, where the order of a sum may differ."""
     for x_dtype, w_dtype in _NORM_DTYPES:
-        x = 3 * make(7, 64)
-        x[5] *= max(eps, 1e-12) ** 0.5  # where the epsilon counts
-        x[6, 0] = 1000  # an outlier
+        x = 3 * make(1, 7, 64)
+        x[:, 5] *= max(eps, 1e-12) ** 0.5  # where the epsilon counts
+        x[:, 6, 0] = 1000  # an outlier
         x = x.to(x_dtype).requires_grad_()
         weight = make(64).to(w_dtype).requires_grad_() if weighted else None
         leaves = [x, weight] if weighted else [x]
         parameters_of(probe)["weight"] = weight
+        probe.training = x_dtype == w_dtype
         before = reached(probe)
         try:
             theirs = with_gradients((probe(x),), leaves)
@@ -225,21 +226,21 @@ _FusedTwin = type(
 
 
 def _as_trained(mlp: nn.Module, inputs) -> tuple[list[list[Tensor]], str | None]:
-    """The MLP's outputs and gradients in training, and why a fused form would do something else, or
-    None. from_pretrained returns models in eval mode, without their dropout."""
+    """The MLP's outputs and gradients in training, then in eval mode, and why a fused form would do
+    something else, or None. from_pretrained returns models in eval mode, without their dropout."""
     drawn = torch.get_rng_state()
-    with values_for_now([(vars(module), "training", True) for module in mlp.modules()]):
-        before = reached(mlp)
-        outs = [_run(mlp, x) for x in inputs]
-        reasons = {
-            "its forward writes to more than its output": wrote(before, mlp),
-            "it draws random numbers": not torch.equal(torch.get_rng_state(), drawn),
-        }
+    before = reached(mlp)
+    outs = [_run(mlp, x, training) for training in (True, False) for x in inputs]
+    reasons = {
+        "its forward writes to more than its output": wrote(before, mlp),
+        "it draws random numbers": not torch.equal(torch.get_rng_state(), drawn),
+    }
     return outs, next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _run(mlp: nn.Module, x: Tensor) -> list[Tensor]:
-    return with_gradients((mlp(x),), [x, *(p for p in mlp.parameters() if p.requires_grad)])
+def _run(mlp: nn.Module, x: Tensor, training: bool = True) -> list[Tensor]:
+    with values_for_now([(vars(module), "training", training) for module in mlp.modules()]):
+        return with_gradients((mlp(x),), [x, *(p for p in mlp.parameters() if p.requires_grad)])
 
 
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
@@ -265,7 +266,7 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     ours.__class__ = _FusedTwin
     kinds = [type(m) for m in _activations(mlp, gates)]
     # [Step 3] Find the activation for which both return the same.
-    x = torch.randn(5, 16, generator=generator)
+    x = torch.randn(2, 7, 16, generator=generator)
     # Also as large as outliers are: some families clamp gate and up (DeepSeek-V4 at 10).
     inputs = x.requires_grad_(), (100 * x).detach().requires_grad_()
     try:
@@ -274,7 +275,7 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
             return reason
         for name in dict.fromkeys(ACTIVATIONS.values()):
             ours._hfpatch = Gated(gates, kinds, name)
-            if all(all(map(close, _run(ours, x), y, _STEPS)) for x, y in zip(inputs, wanted)):
+            if all(all(map(close, _run(ours, x), y, _STEPS)) for x, y in zip(inputs * 2, wanted)):
                 return FusedMLP, {"_hfpatch": ours._hfpatch}
     except Exception as error:  # a family's own code on a probe may raise anything
         return f"its probe failed ({type(error).__name__})"

@@ -39,14 +39,12 @@ def _four_bits(module, dtype) -> Tensor:
     return dense.to(module.compute_dtype or dtype)
 
 
-def _eight_bits(module, dtype) -> Tensor:
-    return module.state.CB.to(dtype, copy=True).mul_(module.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
-
-
 # Class of a quantised Linear -> its dense weight, as its own backward computes it.
 _QUANTISED = {
     "bitsandbytes.Linear4bit": _four_bits,
-    "bitsandbytes.Linear8bitLt": _eight_bits,
+    "bitsandbytes.Linear8bitLt": lambda module, dtype: module.state.CB.to(dtype, copy=True).mul_(
+        module.state.SCB.unsqueeze(1).mul(1.0 / 127.0)
+    ),
     "hfpatch.Packed4bit": lambda module, dtype: module.dense(dtype),
     "hfpatch.Packed8bit": lambda module, dtype: module.dense(dtype),
 }

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hfpatch.budget import free as memory
-from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.limits import GiB
 from hfpatch.budget.policy import (
     Checkpointing,
@@ -26,18 +25,6 @@ def test_settings_take_a_directory(tmp_path):
     assert Checkpointing(offload="host").directory is None
     # In Python, in a file and behind a `=` no shell has written the user's folder out.
     assert Checkpointing(offload="~/fast").directory == os.path.expanduser("~/fast")
-
-
-def test_tiles_come_in_whole_rows_of_matmuls():
-    """Multiples of 128 where the last tile then is none of few tokens, else of as large a power of
-    two as leaves it half a tile.
-    """
-    assert [tile_bounds(1, 131_073, tile)[0][1] for tile in (4096, 8192, 16384)] == [
-        4032,
-        7808,
-        14592,
-    ]
-    assert tile_bounds(1, 131_072, 8192)[0] == (0, 8192)
 
 
 # --- the readers, on a root folder of our making --------------------------------------------------
@@ -86,10 +73,6 @@ def test_a_container_sees_its_limit_at_the_root_of_its_view(tmp_path):
     files = [("memory.max", 16 * GiB), ("memory.current", GiB)]
     root = machine(tmp_path, cgroup="0::/../../pod/container", files=files)
     assert host_limit(root) == 16 * GiB
-
-
-def test_this_machine_has_memory():
-    assert 0 < memory.host_free() <= host_limit()
 
 
 def test_plans_and_steps_have_the_host_memory_that_is_given(monkeypatch):

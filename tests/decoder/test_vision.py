@@ -207,7 +207,7 @@ def test_a_towers_gradients(name, way, offload):
     ours = in_a_way(made, way)
     ours.load_state_dict(stock.state_dict())
     report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload=offload, tile=16))
-    assert sum("are checkpointed, their inputs offloaded" in note for note in report.notes) == 1
+    assert sum("are checkpointed, with offloaded inputs" in note for note in report.notes) == 1
     for _ in range(2):  # room and queues of the first step serve the second
         (_, loss, grads), (_, wanted_loss, wanted) = step(ours, batch), step(stock, batch)
         assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)

@@ -283,6 +283,7 @@ def card(monkeypatch):
     def make(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
         monkeypatch.setattr(R, "lengths_met", set())
 
     monkeypatch.delenv("HFPATCH_ATTENTION", raising=False)
