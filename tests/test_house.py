@@ -21,7 +21,7 @@ LAYOUT = {
 # Folder of hfpatch ("." are its own files): most statements without docstrings, most tokens.
 FOLDERS = {
     "lab": (3010, 32830),  # with the cards' data sheets and a config's sizes, for plan
-    "layer": (2882, 32520),
+    "layer": (2885, 32560),
     # a run killed after its last step takes none more; engines of accelerate launch are not planned;
     # who resumes ZeRO on fewer GPUs is told
     # pairs whose sequences ranks share are refused before step 1
@@ -32,7 +32,7 @@ FOLDERS = {
     # form of all others, for who mistypes
     "planner": (948, 11700),
     # layers of users: their integers, further arguments, random numbers
-    "decoder": (1131, 13345),
+    "decoder": (1131, 13360),
     "ops": (855, 11300),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
     # masks of floats beside positions, for who casts a mask; what a user's own norm, MLP, rotation or

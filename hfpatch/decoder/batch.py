@@ -22,6 +22,7 @@ from hfpatch.context.ranks import (
     row_ranks_now,
     whole_rows,
 )
+from hfpatch.layer.policies import gradient_order_matters
 from hfpatch.layer.why_whole import first
 from hfpatch.store.device import on_host
 
@@ -340,8 +341,7 @@ def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
         inputs.tokens.device,
         inputs.rows_mask,
         inputs.positions,
-        # Where rows are shared, offsets would count this rank's tokens. The positions give the same
-        # documents for whole rows.
+        # Where rows are shared, offsets count this rank's tokens; the positions give the documents.
         inputs.offsets if inputs.row_ranks is None else None,
         idle_BT,
         inputs.may_be_read,
@@ -349,7 +349,8 @@ def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
     )
     batch.only_restarts = only_restarts
     batch.probabilities = inputs.probabilities
-    batch.averages = standard(inputs.config) == "eager" and inputs.B * inputs.T <= FEW
+    few = inputs.B * inputs.T <= FEW and not gradient_order_matters()
+    batch.averages = few and standard(inputs.config) == "eager"
     return batch
 
 

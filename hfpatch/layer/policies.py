@@ -14,7 +14,7 @@ from hfpatch.budget import free as memory
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.measured import Abilities, rounded
 from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
-from hfpatch.compat import autocast_dtype
+from hfpatch.compat import autocast_dtype, in_fsdp2, modules_in
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gate_up import gate_up_columns
 from hfpatch.layer.gauge import Gauge
@@ -222,7 +222,9 @@ class Policies:
         # Mixers of shared rows need their tiles. A layer that keeps all exchanges no tokens in
         # backward.
         shared = self.row_ranks is not None and self._has_mixers(layer)
-        alike = gradient_order_matters() or self.exchanges_tokens
+        # Modules that FSDP2 shards by themselves gather in another order in a backward that reruns.
+        inside = any(map(in_fsdp2, modules_in(layer)[1:]))
+        alike = gradient_order_matters() or self.exchanges_tokens or inside
         if shared or (alike and settings.plain == "auto"):
             settings = dataclasses.replace(settings, plain=0)
         return settings

@@ -27,7 +27,7 @@ from hfpatch.compat import (
 from hfpatch.layer import policies
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.meter import Meter
-from hfpatch.layer.policies import Policies, Shape
+from hfpatch.layer.policies import Policies, Shape, gradient_order_matters
 from hfpatch.layer.residual_streams import Streams, joined, streams_of
 from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
 from hfpatch.layer.traits import layers_in
@@ -123,8 +123,11 @@ class LayerRuntime(Policies):
 
     def padding_is_read(self, unknown: bool) -> bool:
         """Whether a gradient reached padding in an earlier backward of this model. unknown: the
-        answer before one could show it.
+        answer before one could show it. Never under DeepSpeed: layers that run untiled on one rank
+        alone give their gradients in another order there.
         """
+        if gradient_order_matters():
+            return False
         if isinstance(self.padding_read, Tensor):
             self.padding_read = bool(on_host(self.padding_read))
         return unknown if self.padding_read is None else self.padding_read

@@ -93,7 +93,7 @@ def write(model, args, folder=None) -> Path | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     own = key(model, args)
     others = [entry for entry in read(path.parent) if not _is_of(entry, own)]
-    fresh = path.with_suffix(".new")
+    fresh = path.with_suffix(f".{os.getpid()}")  # all ranks may run out at once
     fresh.write_text(json.dumps([*others, own | {"measured": found.state()}], indent=1))
     os.replace(fresh, path)
     return path

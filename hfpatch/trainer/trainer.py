@@ -148,7 +148,9 @@ class Trainer(StockTrainer):
         if "labels" not in inputs or not state.end_of_dataloader or state.remainder <= 0:
             return inputs
         labels = inputs["labels"].clone()
-        rank = getattr(state.active_dataloader.batch_sampler, "process_index", 0)
+        rank = getattr(
+            state.active_dataloader.batch_sampler, "process_index", self.args.process_index
+        )
         labels[max(0, state.remainder - rank * len(labels)) :] = IGNORE
         return {**inputs, "labels": labels}
 
