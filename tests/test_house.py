@@ -21,24 +21,24 @@ LAYOUT = {
 # Folder of hfpatch ("." are its own files): most statements without docstrings, most tokens.
 FOLDERS = {
     "lab": (3010, 32830),  # with the cards' data sheets and a config's sizes, for plan
-    "layer": (2885, 32560),
+    "layer": (2885, 32600),
     # a run killed after its last step takes none more; engines of accelerate launch are not planned;
     # who resumes ZeRO on fewer GPUs is told
     # pairs whose sequences ranks share are refused before step 1
-    "trainer": (2471, 24810),
+    "trainer": (2471, 24835),
     # misspelt keywords and places, for who writes Python as for flags; small hosts with large cards
-    "budget": (482, 5150),
+    "budget": (482, 5200),
     # rows of half a million tokens on one card, by the fused optimizer; argparse's messages in the
     # form of all others, for who mistypes
     "planner": (948, 11700),
     # layers of users: their integers, further arguments, random numbers
-    "decoder": (1131, 13360),
+    "decoder": (1131, 13380),
     "ops": (855, 11300),
     "cli": (763, 7926),  # who mistypes a run file need not wait for libraries
     # masks of floats beside positions, for who casts a mask; what a user's own norm, MLP, rotation or
     # layer writes to (a loss of its own, captured values), also under a decorator and in a class that is
     # derived from transformers' layers; labels behind left padding under eager attention
-    "context": (770, 8765),
+    "context": (772, 8820),
     "store": (527, 5216),
     "kernels": (566, 8353),
     "compat": (465, 4372),

@@ -119,7 +119,9 @@ def gpu_free(device=None) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    unreserved = max(0, min(free, share_of_device(total, device) - reserved))
+    share = share_of_device(total, device)
+    # Memory of a pool that sleeps (vLLM's) counts as reserved, though the driver has it again.
+    unreserved = max(0, min(free, share - reserved)) if share < total else free
     return unreserved + reserved - torch.cuda.memory_allocated(device)
 
 

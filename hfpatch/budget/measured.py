@@ -73,25 +73,34 @@ class Line:
 
 @dataclass
 class Kind:
-    """Layers of one kind. kept: bytes per token of one that keeps all, None before one did. parts: of
-    each part of a tile, [bytes per token of its graph, those that its backward takes in addition].
+    """Layers of one kind. kept: [bytes per token of one that keeps all, tokens of that step], None
+    before one did; longest: the most tokens of a step. parts: of each part of a tile, [bytes per token
+    of its graph, those that its backward takes in addition, tokens of the tile].
+
+    Copies of weights and gradients take the same bytes whatever the tokens, so what longer rows show
+    replaces what shorter ones did, and of much shorter ones nothing follows for longer ones.
     """
 
-    kept: float | None = None
+    kept: list | None = None
     parts: dict = field(default_factory=dict)
+    longest: int = 0
 
     @property
     def graph(self) -> float:
-        return sum(graph for graph, _ in self.parts.values())
+        return sum(part[0] for part in self.parts.values())
 
     @property
     def walk(self) -> float:
-        return max((walk for _, walk in self.parts.values()), default=0.0)
+        return max((part[1] for part in self.parts.values()), default=0.0)
 
     @property
     def cost(self) -> float:
         """The most bytes per token of a layer that keeps all, 0 if nothing is known of it."""
-        return UNTRIED * self.graph if self.kept is None else self.kept
+        return (
+            self.kept[0]
+            if self.kept is not None and self.longest <= 4 * self.kept[1]
+            else UNTRIED * self.graph
+        )
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from hfpatch.attention.attention import Pattern
-from hfpatch.compat import pytree
+from hfpatch.compat import GONE, pytree
 from hfpatch.context.documents import Rows, find_rows
 
 
@@ -55,10 +55,8 @@ class Batch:
         self.row_ranks = row_ranks
         self.only_restarts = False  # whether positions start documents at restarts alone
         self.probabilities = False  # whether attention returns them too
+        self.packed_row = None  # the decoder.unpadded.PackedRow on which the layers run
         self.averages = False  # whether tokens that see nobody get a mean in transformers, no zeros
-        self.packed_row = (
-            None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
-        )
         self._rows: dict = {}
         self._parts: dict = {}
 
@@ -144,6 +142,10 @@ class Mask:
 
     def __post_init__(self):
         vars(self)["rows"] = self.batch.rows(self.chunk)
+
+    def over(self, batch: Batch) -> "Mask | object":
+        """This mask over a packed row; GONE for a closure, which is of the caller's rows."""
+        return replace(self, batch=batch) if self.build is None else GONE
 
     def pattern(self, softcap: float | None = None) -> Pattern:
         window = self.window

@@ -349,8 +349,8 @@ def _batch(inputs: Inputs, only_restarts: bool) -> Batch:
     )
     batch.only_restarts = only_restarts
     batch.probabilities = inputs.probabilities
-    few = inputs.B * inputs.T <= FEW and not gradient_order_matters()
-    batch.averages = few and standard(inputs.config) == "eager"
+    if inputs.rows_mask is not None and inputs.B * inputs.T <= FEW and not gradient_order_matters():
+        batch.averages = standard(inputs.config) == "eager"
     return batch
 
 

@@ -112,6 +112,8 @@ class PatchedStack(KeepsSignature):
             if runtime is not None and inputs.right_padded:
                 runtime.padding_BT = ~inputs.rows_mask.bool()
         # [Step 5] Run transformers' own forward, with our attention or without it.
+        if inputs is not None and runtime is not None:
+            runtime.begin(inputs.tokens.device)
         if batch is not None:
             batch.packed_row = packed_row(inputs, traits, layers, all(as_tried), batch)
             return _run_ours(self, batch, kwargs)
@@ -126,10 +128,7 @@ def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
         kwargs["attention_mask"] = torch.ones(
             batch.B, batch.t, dtype=torch.bool, device=batch.device
         )
-    known = stack._hfpatch
-    if known.runtime is not None:
-        known.runtime.begin(batch.device)
-    with our_attention(known.configs, batch):
+    with our_attention(stack._hfpatch.configs, batch):
         return stack._hfpatch_stock(kwargs)
 
 

@@ -9,7 +9,6 @@ as much as a real one in every module that treats tokens one by one.
 B rows, T tokens of a row, N tokens of the packed row.
 """
 
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -35,7 +34,9 @@ class PackedRow:
         batch: the batch of the packed row, for the layers.
         at_N: the index of each token among the B * T tokens.
         real: the number of real tokens.
-        form: the packed form of a layer's argument, made once: layers share most of them.
+        form: the packed form of a tensor among a layer's arguments, made once: layers share most of
+            them. Not of a Mask: it refers to the caller's batch, which holds this row. With such a
+            cycle the last layer's output would wait for Python's collector.
         last: the last layer's output as [B, T] tokens, the number of writes to it, and its packed
             form. The next layer takes that, unless something changed the output in between.
     """
@@ -48,7 +49,7 @@ class PackedRow:
         if N > self.real:
             bounds = (*bounds, N)  # what is filled up is a document of its own
         self.batch = Batch(1, N, batch.device, cu_seq_lens=bounds)
-        self.form = cache(partial(_packed, self.batch, self.at_N, batch.B, batch.T))
+        self.form = cache(partial(_packed, self.at_N, batch.B, batch.T))
         self.last = (None, 0, None)
 
     def run(self, layer, traits: LayerTraits, x_BTD: Tensor, args, kwargs):
@@ -56,20 +57,22 @@ class PackedRow:
         if an argument has no packed form or is not as in the small instance, or if transformers
         records outputs inside.
         """
-        # Layers may write to a dict, such as that of the keys they share: it stays the same one.
+        # Layers may write to a dict, such as that of the keys they share: it stays the same one. Nothing
+        # here may close over the arguments: tree_flatten leaves a cycle behind.
         leaves, spec = pytree.tree_flatten(
-            (args, kwargs), is_leaf=lambda x: isinstance(x, dict) and x is not kwargs
+            (args, [*kwargs.values()]), is_leaf=lambda x: isinstance(x, dict)
         )
-        leaves = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
+        leaves = [self.form(x) if isinstance(x, Tensor) else x for x in leaves]
+        leaves = [x.over(self.batch) if isinstance(x, Mask) else x for x in leaves]
         unlike = x_BTD.dim() != 3 or other_argument(traits, args, kwargs, *x_BTD.shape[:2])
         if unlike or any(x is GONE for x in leaves) or collected_now():
             return layer(x_BTD, *args, **kwargs)
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        args, values = pytree.tree_unflatten(leaves, spec)
         y_BTD, writes, x_1ND = self.last
         if y_BTD is not x_BTD or version(x_BTD) != writes or x_BTD.is_inference():
             x_1ND = x_BTD.flatten(0, 1).index_select(0, self.at_N)[None]
         with having(batch=self.batch):
-            out = layer(x_1ND, *args, **kwargs)
+            out = layer(x_1ND, *args, **dict(zip(kwargs, values)))
         return pytree.tree_map_only(Tensor, partial(self._padded, x_BTD), out)
 
     def _padded(self, x_BTD: Tensor, y_1ND: Tensor) -> Tensor:
@@ -82,11 +85,9 @@ class PackedRow:
         return y_BTD
 
 
-def _packed(batch: Batch, at_N: Tensor, B: int, T: int, x):
-    """[..., B or 1, T, ...] as [..., 1, N, ...], and a mask as that of the packed row; GONE for
-    other tensors with a token axis, and for those with an entry a row (an image's)."""
-    if isinstance(x, Mask):
-        return replace(x, batch=batch) if x.build is None else GONE
+def _packed(at_N: Tensor, B: int, T: int, x: Tensor):
+    """[..., B or 1, T, ...] as [..., 1, N, ...]; GONE for other tensors with a token axis, and for
+    those with an entry a row (an image's)."""
     axis = token_axis(x, B, T)
     if axis is None:
         return GONE if x.dim() and len(x) == B > 1 else x

@@ -80,7 +80,8 @@ class LayerCall(Kept):
         timed = dict(traced.traits.timed)
         row_ranks = traced.batch.row_ranks
         transfers = None
-        if self.queue is not None and (rerun or self.policy.saves_attention):
+        # self.x is None where no backward follows
+        if self.queue is not None and (rerun or self.x and self.policy.saves_attention):
             transfers = self.queue.transfers
         for name, mixer in zip(traced.traits.mixers, traced.mixers):
             if name in timed and (rerun or mixer.time is None):

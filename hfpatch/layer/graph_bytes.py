@@ -27,6 +27,7 @@ def meter_kind(layer, x) -> str | None:
     return f"{condition.kind} {'trained' if trains else 'frozen'} {x.dtype} {dtype}"
 
 
+NONE = (0.0, 0.0, 0)  # of a part that was not measured
 # now: (step, Kind, tiles measured of each part) of the layer whose backward runs here
 _running = threading.local()
 
@@ -53,15 +54,15 @@ def unmeasured(outputs) -> None:
 
 def tile_graph(part: str, x):
     """Measures the graph of a tile x [B, t, D] in a layer's backward, once for each kind of layer
-    and part of it: of the second tile where there is one. The first finds no sums of the weights'
-    gradients, which take the same bytes whatever its tokens. Returns a function to call with the
+    and part of it, and again for a larger tile: of the second tile where there is one. The first finds
+    no sums of the weights' gradients, which take the same bytes whatever its tokens. Returns a function to call with the
     graph's outputs once it is built.
     """
     now = getattr(_running, "now", None)
     if now is None:
         return unmeasured
     step, kind, tiles = now
-    if part in kind.parts and tiles[part] != 1:
+    if x.shape[0] * x.shape[1] <= kind.parts.get(part, NONE)[2] and tiles[part] != 1:
         return unmeasured
     tiles[part] += 1
     return _watched(step, kind, part, x)
@@ -73,7 +74,7 @@ def whole_graph(step, layer, x):
         return unmeasured
     step.meter.layer_backward_begins(step)
     kind = step.meter.kinds.get(step.forward.kinds[layer._hfpatch.index], Kind())
-    if "whole" in kind.parts:
+    if x.shape[0] * x.shape[1] <= kind.parts.get("whole", NONE)[2]:
         return unmeasured
     return _watched(step, kind, "whole", x)
 
@@ -86,7 +87,7 @@ def _watched(step, kind, part: str, x):
 
     def built(outputs) -> None:
         stands = gauge.read().allocated
-        costs = [max(0, stands - before) / tokens, 0.0]
+        costs = [max(0, stands - before) / tokens, 0.0, tokens]
         kind.parts[part] = costs
 
         def sample(*_) -> None:

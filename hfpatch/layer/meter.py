@@ -211,7 +211,8 @@ class Meter:
         step.forward.kinds[index] = kind
         limit = step.limit - step.plan.share * self.card - self.reserve
         if kind is not None:
-            self.kinds.setdefault(kind, Kind())
+            known = self.kinds.setdefault(kind, Kind())
+            known.longest = max(known.longest, step.tokens)
             if step.plan.keeps_all[index] and self._keeps_all(index, kind, solid, limit):
                 return True
         # Beside a tiled layer: solid + sources + plan.working <= limit. Sources take more than
@@ -256,8 +257,9 @@ class Meter:
         step.forward.open = None
         kept = max(0, solid - before)
         # the first one keeps its input, which later ones share with the layer before
-        if self.kinds[name].kept is None or any(step.kept_all[:index]):
-            self.kinds[name].kept = kept / step.tokens
+        kind = self.kinds[name]
+        if kind.kept is None or any(step.kept_all[:index]) and step.tokens >= kind.kept[1]:
+            kind.kept = [kept / step.tokens, step.tokens]
         step.forward.kept += kept
 
     def forward_ended(self) -> None:

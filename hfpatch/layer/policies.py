@@ -52,13 +52,10 @@ class Shape:
     Attributes:
         first: the policy where nothing is measured; `_grow` starts from it.
         policy: of its current or last step.
-        steps: of ranks that decide alike, so far; agreed: what they decided last.
     """
 
     first: Checkpointing
     policy: Checkpointing
-    steps: int = 0
-    agreed: Checkpointing | None = None
 
 
 class Policies:
@@ -263,16 +260,13 @@ class Policies:
         say(f"{why}{shape[0]} x {shape[1]:,} tokens: {what}{meter.words()}.")
 
     def _agree(self, meter: Meter, shape: Shape, group) -> None:
-        """Sets the policy of ranks that must decide alike: the least of theirs, asked for at a
-        shape's 1st, 2nd, 4th, 8th ... step.
+        """Sets the policy of ranks that must decide alike: the least of theirs. Asked in each step,
+        because what is free changes: an optimizer makes its states in its first step.
         """
         own = shape.policy
-        shape.steps += 1
-        if shape.steps & (shape.steps - 1) == 0:
-            # least_of() takes no -1
-            plain, tile, keep = least_of(group, [own.plain, own.tile, own.keep + 1])
-            shape.agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
-        shape.policy = shape.agreed
+        # least_of() takes no -1
+        plain, tile, keep = least_of(group, [own.plain, own.tile, own.keep + 1])
+        shape.policy = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
         meter.agree_on(shape.policy)
 
     def layer_begins(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:

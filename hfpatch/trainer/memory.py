@@ -33,6 +33,7 @@ def key(model, args) -> dict:
     cuda = torch.device(args.device).type == "cuda"
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     return {
+        "format": 2,
         "model": name or type(model).__name__,
         "card": torch.cuda.get_device_name(args.device) if cuda else str(args.device),
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -85,7 +86,12 @@ def write(model, args, folder=None) -> Path | None:
     folder: the run's, if None.
     """
     found = next(
-        (m for m in meters(model) if _shows(m) or m.reserve or m.tile_most < TILES[-1]), None
+        (
+            m
+            for m in meters(model)  # a tower's has no step of its own
+            if m.step is not None and (_shows(m) or m.reserve or m.tile_most < TILES[-1])
+        ),
+        None,
     )
     if found is None:
         return None
@@ -101,11 +107,11 @@ def write(model, args, folder=None) -> Path | None:
 
 def explain(model, args, shape: tuple, error: BaseException) -> None:
     """Writes what was measured up to a step that ran out of memory, and adds a sentence to the
-    error.
+    error. Memory that ran out elsewhere, in a generation or in another model, is not ours to explain.
 
     The error keeps its text first, in its only argument, by which other code recognizes it.
     """
-    meter = next((m for m in meters(model) if m.step is not None), None)
+    meter = next((m for m in meters(model) if m.step is not None and not m.step.over), None)
     if meter is None:
         return
     step = meter.step

@@ -25,7 +25,7 @@ def call(tokens: int, **changes) -> StepSizes:
 def plan(tokens, room, settings=None, able=None, kind=None, made=None, first=None):
     return climb(
         first or replace(LEAST, tile=4096), made or call(tokens),
-        {"layer": kind or Kind(KEPT, {"after": [TILE, 0.0]})}, settings or Checkpointing(),
+        {"layer": kind or Kind([KEPT, 1], {"after": [TILE, 0.0, 1]})}, settings or Checkpointing(),
         able or Abilities(), tokens, room,
     )  # fmt: skip
 

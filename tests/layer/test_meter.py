@@ -89,7 +89,7 @@ def test_what_the_first_layer_that_keeps_all_keeps_is_announced_for_all(monkeypa
     def work(run, ids):
         for _ in range(3):
             run.step(ids, 4096)
-            kept.append([kind.kept for kind in run.meter.kinds.values()])
+            kept.append([kind.cost for kind in run.meter.kinds.values()])
             clear(run)
 
     assert [policy.plain for policy in Run(monkeypatch, 80.0).run(work, 4096)] == [0, 1, 6]
@@ -167,7 +167,7 @@ def test_after_memory_ran_out_less_is_kept(monkeypatch, capfd):
     model, meter = told_steps(monkeypatch, 1, total=20 * GiB, free=8 * GiB)
     monkeypatch.setattr(Meter, "_note_kept", lambda self, solid: None)
     for kind in meter.kinds.values():
-        kind.kept = 1.5 * GiB / 74
+        kind.kept = [1.5 * GiB / 74, 74]
     step(model)
     kept = meter.step.plan.policy.plain
     assert kept == 3
@@ -274,7 +274,7 @@ def test_a_layer_keeps_all_if_it_fits_into_what_is_free_as_it_begins(stands, til
     tensor that the user made after the plan leaves room for one layer less."""
     gauge = Card()
     meter = Meter(gauge, list, 4)
-    meter.kinds["a"] = Kind(kept=100)
+    meter.kinds["a"] = Kind(kept=[100, 1])
     meter.begin()
     meter.step.tokens = 1
     meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, True])
