@@ -38,6 +38,13 @@ CASES = {
     "131k, host": (32, 131072, {"checkpointing": HOST}, 0),
     "131k, least": (32, 131072, {"checkpointing": "least"}, 0),
     "1M, least": (32, 1 << 20, MILLION, 0),
+    # What a short row shows of its weights' gradients counts by its few tokens.
+    "8k behind 128, AdamW": (
+        32,
+        8192,
+        {"optimizer": "adamw", "rows": [(1, 128)] * 2 + [(1, 8192)] * 6},
+        0.85,
+    ),
     "8k, 8-bit AdamW": (32, 8192, {"optimizer": "adamw8bit"}, 0.8),  # all layers keep all
     "32k, LoRA": (32, 32768, {"adapters": "lora", "optimizer": "adamw"}, 0.8),
     "131k, LoRA": (32, 131072, LORA, 0.7),
@@ -54,7 +61,7 @@ KEEP_ALL = re.compile(r"(\d+) layers? keeps? everything")
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=long) for n in CASES])
 def test_steps_settle_on_what_fits(name, dry, table):
     layers, tokens, case, share = CASES[name]
-    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * 6, **case)
+    ran = dry.run(MODEL, **{"layers": layers, "rows": [(1, tokens)] * 6} | case)
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
     before, step = ran.steps[-2:]
     peak = step["allocated_peak"] / GiB
@@ -83,7 +90,7 @@ def test_steps_settle_on_what_fits(name, dry, table):
     # A length's layers that keep all are final behind four steps. How many of the others send gate
     # and up is decided by seconds, which are chance here: it may change late.
     counts = [KEEP_ALL.findall(step["said"]) for step in ran.steps if step["said"]]
-    assert last < 4 or counts[-1] == counts[-2]
+    assert last < len(ran.steps) - 2 or counts[-1] == counts[-2]
     # The step behind it may still take what the new policy needs beside the optimizer's states.
     assert not any(step["mallocs"] for step in ran.steps[last + 2 :]), "something new is allocated"
 
