@@ -61,8 +61,8 @@ class WeightGradients(ExitStack):
         found = self._sum(index)
         if found is not None:
             found.add_(grad)
-        else:  # _sum widens it if a second one comes
-            self.sums[index] = grad
+        else:  # _sum widens it if a second one comes; of w + v autograd hands out one tensor twice
+            self.sums[index] = grad.clone() if id(grad) in map(id, self.sums) else grad
 
     def adding(self, weight: Tensor):
         """Returns f(dy_NO, x_NI, offs_E=None), which adds dy^T x to this weight's sum inside the

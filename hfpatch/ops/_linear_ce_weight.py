@@ -73,4 +73,4 @@ class WeightGrad:
         for out_RD, sum_RD in zip(out_VD[:first].split(step), first_RD.split(step)):
             out_RD.copy_(sum_RD.to(dtype))
         out_VD[first:] = others[0]
-        return out_VD
+        return out_VD.detach()  # no view, so autograd adds a tied embedding's gradient in place

@@ -73,9 +73,9 @@ def _unread_forward(
     module: nn.Linear, dense, value: float, adding, contiguous: bool, input: Tensor
 ):
     """Replaces `module.forward` while its values are unread. dense: from quantised.dense_of."""
-    add = None
-    if adding and not dense:
-        add = adding(module.weight)
+    if not dense and input.dtype != module.weight.dtype:  # autocast casts it inside F.linear
+        return LINEAR(module, input)
+    add = adding(module.weight) if adding and not dense else None
     y = _Product.apply(input, dense or module.weight, module.bias, value, module.out_features, add)
     return y.contiguous() if contiguous else y
 
@@ -174,12 +174,13 @@ def skipping(
     Returns:
         (module, forward) pairs for `forwards_for_now`.
     """
-    if autocast_dtype(device) is not None:  # autocast casts inside F.linear
-        return []
+    cast = autocast_dtype(device)
     pairs = []
     for module, of_adapter, layout in modules:
         if layout is not None:
             run = partial(experts.run, module, layout=layout, value=value, adding=adding)
+        elif cast not in (None, module.weight.dtype):  # autocast casts inside F.linear
+            continue
         else:
             dense = None if type(module).forward is LINEAR else dense_of(module)
             usual = contiguous and not of_adapter
@@ -198,14 +199,13 @@ def add_up(layer: nn.Module, skipped: list, device: str, adding) -> list:
         device: the type of the device.
         adding: weight -> the function that takes its gradient, or None (WeightGradients.adding).
     """
-    if autocast_dtype(device) is not None:
-        return []
+    cast = autocast_dtype(device)
     taken = {id(m) for m, _ in skipped}
     pairs = []
     for module in modules_in(layer):
         is_linear = isinstance(module, nn.Linear) and type(module).forward is LINEAR
         if not is_linear or id(module) in taken or not can_go_without(module):
             continue
-        if adding(module.weight) is not None:
+        if cast in (None, module.weight.dtype) and adding(module.weight) is not None:
             pairs.append((module, partial(_adding_forward, module, adding)))
     return pairs
