@@ -58,7 +58,7 @@ def reached(value) -> list:
     found = []
     todo = deque([value])
     seen = set()
-    while todo and len(found) < MOST:
+    while todo and len(seen) < MOST:
         one = todo.popleft()
         found.append(one)
         if type(one) in _PLAIN or id(one) in seen:

@@ -62,7 +62,8 @@ def tile_graph(part: str, x):
     if now is None:
         return unmeasured
     step, kind, tiles = now
-    if x.shape[0] * x.shape[1] <= kind.parts.get(part, NONE)[2] and tiles[part] != 1:
+    # The second of equal tiles is measured, but none that is shorter.
+    if (x.shape[0] * x.shape[1], tiles[part] == 1) <= (kind.parts.get(part, NONE)[2], False):
         return unmeasured
     tiles[part] += 1
     return _watched(step, kind, part, x)

@@ -36,9 +36,13 @@ def gradient_order_matters() -> bool:
     """Whether gradients must arrive in the same order on all ranks, as DeepSpeed's buckets need.
 
     A layer that keeps all and a tiled one differ in that order, and each rank chooses by its own memory and
-    lengths.
+    lengths. Where DeepSpeed is only imported (by accelerate, by TRL), its backend `cdb` is None.
     """
-    return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
+    return (
+        getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None) is not None
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    )
 
 
 # The policy of a forward without gradients. Generation asks for it in every layer of every token.
@@ -296,7 +300,7 @@ class Policies:
             return
         self._settle(0)
         meter = self.meters.get(device)
-        if meter is not None and meter.step is not None:
+        if meter is not None and meter.step is not None and meter.step.tokens:
             meter.forward_ended()
 
     def _layers(self) -> list[nn.Module]:

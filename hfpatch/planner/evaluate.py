@@ -61,9 +61,13 @@ def steps_of(run: Run, placement: str) -> Steps:
 def evaluate(run: Run, placement: str, way: str = SETTLED) -> Plan:
     """The plan under one placement, of the policy that stays, or of a run's first step, which takes
     the least. GLANCE tells the first step's bytes alone."""
+    if PLACEMENTS[placement].itemsize == 4:  # gradients of float32 weights are no bfloat16
+        run = replace(run, shape=replace(run.shape, trained_bytes=2 * run.shape.trained_bytes))
     if run.checkpointing.offload == "off":
-        cost = steps_of(run, placement).cost(run.seq_len, run.checkpointing)
-        return _plan_of(run, placement, run.checkpointing, cost)
+        return _plan_of(
+            run, placement, run.checkpointing,
+            steps_of(run, placement).cost(run.seq_len, run.checkpointing),
+        )  # fmt: skip
     return Ladder(run, placement).plan(way)
 
 
