@@ -114,6 +114,7 @@ SEEN_IN = {
     "self.device.wait(self.ready or self.device.mark(self.side), self.owner)": "partial",
     "self.device.wait(self.device.mark(self.user), self.owner)": "handed over",
     "self.device.synchronize(copied)": "disk",
+    "self.device.synchronize(self.landing[0][1])": "disk",
     "device.synchronize(ticket.ready)": "weights written at rest",
     "device.synchronize(device.mark())": "weights go to the host",
     "device.synchronize()": "undone",
