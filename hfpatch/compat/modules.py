@@ -62,15 +62,13 @@ MADE_FROM = _MadeFrom()
 
 def code_of_class(kind: type) -> tuple:
     """A class's forward, and the rotation and the attention of its file, which some libraries replace
-    process-wide; also those beneath decorators. transformers puts one around the forward of each class
-    that is derived from its layers."""
+    process-wide."""
     file = sys.modules.get(kind.__module__)
-    code = (
+    return (
         MADE_FROM[kind].forward,
         getattr(file, "apply_rotary_pos_emb", None),
         getattr(file, "eager_attention_forward", None),
     )
-    return *code, *map(inspect.unwrap, code)
 
 
 class Snapshot:

@@ -2,6 +2,7 @@
 
 import dis
 import gc
+import inspect
 import sys
 from collections import deque
 from contextlib import suppress
@@ -47,9 +48,10 @@ def as_probed(kind: type) -> bool:
 
 def is_own(layer: nn.Module) -> bool:
     """Whether a class, forward, rotation or attention function in the layer is of no known library:
-    the user's own, or a model's own files."""
-    code = {one for m in layer.modules() for one in (type(m), *code_of_class(type(m)))}
-    return not {home_of(one) for one in code - {None}} <= LIBRARIES
+    the user's own, or a model's own files. Also beneath decorators: transformers puts one around the
+    forward of each class that is derived from its layers."""
+    code = {one for m in layer.modules() for one in (type(m), *code_of_class(type(m)))} - {None}
+    return not LIBRARIES.issuperset(map(home_of, (*code, *map(inspect.unwrap, code))))
 
 
 def reached(value) -> list:

@@ -170,8 +170,9 @@ def is_watched(model, kwargs) -> bool:
     # Runs in every forward: each class is looked at once, and no function is called for a module.
     code = {m.__dict__["forward"] for m in inside if "forward" in m.__dict__}
     kinds = {MADE_FROM[kind] for kind in {type(m) for m in (model, *inside)}}
-    code |= {x for kind in kinds for x in (kind, *code_of_class(kind))}
-    own = package_of(model) != "transformers" or not {*map(home_of, code - {None})} <= LIBRARIES
+    code |= {x for kind in kinds for x in (kind, *code_of_class(kind)) if x is not None}
+    code |= {*map(inspect.unwrap, code)}  # what is beneath decorators
+    own = package_of(model) != "transformers" or not LIBRARIES.issuperset(map(home_of, code))
     if own or hooks_on_all() or watched_by_user(inside) is not None:
         return True
     return asks_for("output_hidden_states", model, kwargs)

@@ -162,8 +162,11 @@ class Mask:
         theirs = self.build() if self.build is not None else None
         if theirs is None:
             allowed = pattern.allowed(range(b.T), range(b.T), b.B, b.T, b.device)
-            blind_BT = pattern.blind_BT
-            return allowed if blind_BT is None else allowed & ~blind_BT[:, None, :, None]
+            return (
+                allowed
+                if pattern.blind_BT is None
+                else allowed & ~pattern.blind_BT[:, None, :, None]
+            )
         # A model of the user's own may have put tokens in front of the stack's.
         if pattern.documents is None or theirs.shape[-1] != b.T:
             return theirs

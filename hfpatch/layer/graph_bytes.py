@@ -55,14 +55,14 @@ def unmeasured(outputs) -> None:
 def tile_graph(part: str, x):
     """Measures the graph of a tile x [B, t, D] in a layer's backward, once for each kind of layer
     and part of it, and again for a larger tile: of the second tile where there is one. The first finds
-    no sums of the weights' gradients, which take the same bytes whatever its tokens. Returns a function to call with the
-    graph's outputs once it is built.
+    no sums of the weights' gradients, which take the same bytes whatever its tokens. Returns a
+    function to call with the graph's outputs once it is built.
     """
     now = getattr(_running, "now", None)
     if now is None:
         return unmeasured
     step, kind, tiles = now
-    # The second of equal tiles is measured, but none that is shorter.
+    # Not measured: a tile shorter than the one that was, and one as long that is not the second.
     if (x.shape[0] * x.shape[1], tiles[part] == 1) <= (kind.parts.get(part, NONE)[2], False):
         return unmeasured
     tiles[part] += 1

@@ -14,7 +14,7 @@ from hfpatch.budget import free as memory
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.measured import Abilities, rounded
 from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
-from hfpatch.compat import autocast_dtype, in_fsdp2, modules_in
+from hfpatch.compat import autocast_dtype, in_fsdp2
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gate_up import gate_up_columns
 from hfpatch.layer.gauge import Gauge
@@ -224,8 +224,11 @@ class Policies:
         # backward.
         shared = self.row_ranks is not None and self._has_mixers(layer)
         # Modules that FSDP2 shards by themselves gather in another order in a backward that reruns.
-        inside = any(map(in_fsdp2, modules_in(layer)[1:]))
-        alike = gradient_order_matters() or self.exchanges_tokens or inside
+        alike = (
+            gradient_order_matters()
+            or self.exchanges_tokens
+            or any(map(in_fsdp2, layer._hfpatch.condition.snapshot.inside))
+        )
         if shared or (alike and settings.plain == "auto"):
             settings = dataclasses.replace(settings, plain=0)
         return settings
